@@ -27,10 +27,11 @@ CXX_FLAGS = (
 )
 # ptxas says nothing by itself when a kernel spills registers or keeps arrays in local memory; both ruin its speed.
 NVCC_FLAGS = (
-    "-O3 -std=c++17 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra -Icsrc"
+    "-O3 -std=c++17 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas -Icsrc"
     " -Xptxas --warn-on-spills,--warn-on-local-memory-usage"
 )
 DEFAULT_ARCHS = "80;90a"
+USUAL_TOOLKIT = "/usr/local/cuda"
 OLDEST_TOOLKIT = (12, 4)
 MEMORY_PER_JOB = 2 << 30
 
@@ -63,7 +64,7 @@ def find_toolkit():
         dry = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
         top = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.M)
         places.append(os.path.realpath(top.group(1).strip()) if top else None)
-    places = list(dict.fromkeys(p for p in [*places, "/usr/local/cuda"] if p))
+    places = list(dict.fromkeys(p for p in [*places, USUAL_TOOLKIT] if p))
     for place in places:
         nvcc = os.path.join(place, "bin", "nvcc")
         if os.path.exists(nvcc) and os.path.exists(os.path.join(place, "include", "cuda_runtime.h")):
