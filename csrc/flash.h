@@ -68,7 +68,7 @@ struct BwdParams : FwdParams {  // out and lse are inputs here
   TensorView dout, dq, dk, dv;  // dq.ptr null: no gradient for q is wanted; dk.ptr and dv.ptr are null together
   RowView dlse;                 // ptr null: the loss does not use LSE
   RowView delta;                // workspace: rowsum(dout * out) - dlse
-  void* dq_accum;               // workspace, accumulation type: [splits, batch, heads, seqlen_q, head_dim]
+  void* dq_accum;               // workspace, accumulation type: [splits, heads, rows of all sequences, head_dim]
   void* dbias;                  // the sizes of bias, contiguous, bias_dtype
   int64_t dbias_size[4];
   void* dsinks;  // [heads], accumulation type

@@ -17,8 +17,9 @@ struct Traffic {
 };
 
 struct Tile {
-  int32_t block_m;  // query rows
-  int32_t block_n;  // key rows
+  int32_t block_m;     // query rows
+  int32_t block_n;     // key rows
+  int32_t splits = 1;  // backward: tasks that share the key tiles of a head, each with a dQ accumulator of its own
 };
 
 // A step of a pass: `tasks` independent tasks, to be handed out in order (the longest come first).
@@ -35,7 +36,6 @@ struct Plan {
   Tile tile;
   int64_t fast_memory_bytes;  // what the tile's buffers take of the budget
   int64_t grid;               // tasks of the main phase
-  int64_t splits;             // backward: key ranges with a dq_accum of their own (1 in fa1)
   size_t dq_accum_bytes;      // backward: 0 when dq itself can take the sum
   int32_t phase_count;
   Phase<Params> phases[6];    // run one after the other
