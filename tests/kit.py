@@ -1,0 +1,203 @@
+"""How a kernel is compared with the reference, and how awkward tensors are made."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_cuda
+from flash_cuda import reference
+
+VERSIONS = ("fa1", "fa2")  # those that run on a CPU
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = 20220527
+
+each_version = pytest.mark.parametrize("version", VERSIONS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+@dataclass
+class Inputs:
+    """One call of attention, or of attention_varlen when `packed` is there."""
+
+    leaves: dict  # q, k, v, and a float bias or sinks: what can have a gradient
+    options: dict = field(default_factory=dict)  # every other keyword argument
+    packed: tuple = ()  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+    def __post_init__(self):
+        self.dtype = self.leaves["q"].dtype
+
+
+def qkv(batch=2, seqlen_q=33, seqlen_k=49, heads=4, heads_kv=2, head_dim=32, dtype=torch.float32, magnitude=1.0):
+    """q, k, v of normal random values, as a dict."""
+    q = torch.randn(batch, seqlen_q, heads, head_dim) * magnitude
+    k = torch.randn(batch, seqlen_k, heads_kv, head_dim) * magnitude
+    v = torch.randn(batch, seqlen_k, heads_kv, head_dim) * magnitude
+    return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+
+
+def evaluate(function, inputs, *, dtype=None, wanted=(), grad_out=None, grad_lse=None, **more):
+    """out, lse and the gradients of the `wanted` leaves ("dq", ...), as a dict. A dtype converts the leaves first."""
+    leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_(n in wanted) for n, t in inputs.leaves.items()}
+    q, k, v = (leaves.pop(n) for n in "qkv")
+    out, lse = function(q, k, v, *inputs.packed, **leaves, **inputs.options, **more, return_lse=True)
+    result = {"out": out.detach(), "lse": lse.detach()}
+    if wanted:
+        leaves |= {"q": q, "k": k, "v": v}
+        outputs = [(out, grad_out.to(out.dtype))] if grad_out is not None else []
+        outputs += [(lse, grad_lse.to(lse.dtype))] if grad_lse is not None else []
+        grads = torch.autograd.grad([o for o, _ in outputs], [leaves[n] for n in wanted], [g for _, g in outputs])
+        result |= {"d" + n: g for n, g in zip(wanted, grads)}
+    return result
+
+
+def run_kernel(inputs, version=None, **more):
+    """`evaluate` of flash_cuda, from the seed that `run_reference` assumes."""
+    torch.manual_seed(SEED)
+    return evaluate(flash_cuda.attention_varlen if inputs.packed else flash_cuda.attention, inputs, version=version,
+                    **more)
+
+
+def run_reference(inputs, dtype=torch.float64, **more):
+    function = reference.attention_varlen if inputs.packed else reference.attention
+    if inputs.options.get("dropout_p"):
+        torch.manual_seed(SEED)
+        more["dropout_seed"] = torch.randint(-2**63, 2**63 - 1, (2,), dtype=torch.int64)
+    return evaluate(lambda *args, **kwargs: function(*args, **kwargs, dtype=dtype), inputs, dtype=dtype, **more)
+
+
+def check(inputs, version, *, wanted=None, grad_out=None, grad_lse=None, **more):
+    """Outputs, LSE and gradients of a version against the float64 reference; inputs are left as they were.
+
+    wanted: names of the leaves that need a gradient; None is all of them, () tests forward alone.
+    grad_out, grad_lse: None is random. grad_lse=False: the loss does not use the LSE.
+    """
+    wanted = tuple(inputs.leaves) if wanted is None else wanted
+    q = inputs.leaves["q"]
+    generator = torch.Generator().manual_seed(SEED)
+    if wanted and grad_out is None:
+        grad_out = torch.randn(q.shape, generator=generator).to(q.dtype)
+    if wanted and grad_lse is None:
+        grad_lse = torch.randn(run_reference(inputs)["lse"].shape, generator=generator)
+    grads = {"wanted": wanted, "grad_out": grad_out, "grad_lse": None if grad_lse is False else grad_lse}
+
+    before = {n: t.clone() for n, t in inputs.leaves.items()}
+    got = run_kernel(inputs, version, **grads, **more)
+    for name, tensor in inputs.leaves.items():
+        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), f"{name} was overwritten"
+    for name in wanted:
+        assert got["d" + name].dtype == inputs.leaves[name].dtype
+    assert got["out"].dtype == q.dtype
+    assert got["lse"].dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    compare(got, inputs, **grads)
+    return got
+
+
+def compare(got, inputs, *, wanted=(), grad_out=None, grad_lse=None):
+    """The pass rule: max |got - ref| <= 2 * max |torch attention in the same dtype - ref| + 2 * rounding of ref.
+
+    3 times with softcap. NaN and infinities must sit at the same places. The rounding of a gradient includes what comes
+    of the rounding of `out`, which every FlashAttention backward reads (rowsum of dO * O).
+    """
+    grads = {"wanted": wanted, "grad_out": grad_out, "grad_lse": grad_lse}
+    ref, single = run_reference(inputs, **grads), run_reference(inputs, torch.float32)
+    same = run_reference(inputs, inputs.dtype, **grads)
+    if any((ref[n].isfinite() & ~same[n].isfinite()).any() for n in ref):  # fp16 overflows where a kernel need not
+        same = run_reference(inputs, torch.float32, **grads)
+    noise = _rounding_of_out(inputs, ref["out"], wanted, grad_out) if wanted and grad_out is not None else {}
+    factor = 3 if inputs.options.get("softcap") else 2
+    for name, expected in ref.items():
+        value = got[name]
+        other = single["lse"] if name == "lse" and inputs.dtype != torch.float64 else same[name]
+        _compare_one(name, value, expected, other, factor, 2 * noise.get(name, 0.0))
+
+
+def _compare_one(name, got, ref, same, factor, slack):
+    assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
+    eps = torch.finfo(got.dtype).eps * (64 if got.dtype == torch.float64 else 1)  # there is no finer reference
+    got, same = got.double(), same.double()
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        wrong = (kind(got) != kind(ref)).nonzero()
+        assert len(wrong) == 0, (f"{name}: {kind.__name__} differs at {len(wrong)} of {ref.numel()} places, first at "
+                                 f"{wrong[0].tolist()}: {got[tuple(wrong[0])]}, expected {ref[tuple(wrong[0])]}")
+    finite = ref.isfinite()
+    if not finite.any():
+        return
+    got, same, ref = got[finite], same[finite], ref[finite]
+    largest = max(ref.abs().max().item(), 1.0 if name == "lse" else 0.0)
+    allowed = factor * (same - ref).abs().max().item() + 2 * eps * largest + slack
+    error = (got - ref).abs().max().item()
+    assert error <= allowed, f"{name}: off by {error:.3e}, allowed {allowed:.3e} (largest value {largest:.3e})"
+
+
+def _rounding_of_out(inputs, out, wanted, grad_out):
+    """How far each gradient moves when `out` is rounded to the input dtype and summed in float32 (float64).
+
+    An error of rowsum(dO * O) acts as a gradient of the LSE does.
+    """
+    grad_out = grad_out.double()
+    sum_eps = torch.finfo(torch.float64 if inputs.dtype == torch.float64 else torch.float32).eps
+    error = (grad_out * (out.to(inputs.dtype).double() - out)).sum(-1) + sum_eps * (grad_out * out).abs().sum(-1)
+    if inputs.options.get("layout", "bshd") == "bshd":
+        error = error.transpose(-1, -2)
+    names = [n for n in wanted if n != "v"]
+    if not names:
+        return {}
+    moved = run_reference(inputs, wanted=names, grad_lse=error.nan_to_num())
+    return {"d" + n: moved["d" + n].nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if moved["d" + n].numel() else 0.0
+            for n in names}
+
+
+STRIDES = ("contiguous", "packed_qkv", "heads_first", "sequence_first", "sliced", "expanded_heads", "expanded_batch",
+           "last_strided")
+
+
+def restride(x, kind):
+    """x (batch, seqlen, heads, head_dim) with other strides; whatever lies between its elements is NaN.
+
+    The expanded kinds repeat one head or one sequence of x, all others keep its values.
+    """
+    batch, seqlen, heads, dim = x.shape
+    if kind == "contiguous":
+        return x.clone()
+    if kind == "packed_qkv":
+        return _into(x, (batch, seqlen, 3, heads, dim), lambda buffer: buffer[:, :, 1])
+    if kind == "heads_first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "sequence_first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == "sliced":
+        return _into(x, (batch + 1, seqlen + 3, heads + 2, dim + 5),
+                     lambda buffer: buffer[1:, 2:2 + seqlen, 1:1 + heads, 3:3 + dim])
+    if kind == "expanded_heads":
+        return x[:, :, :1].clone().expand_as(x)
+    if kind == "expanded_batch":
+        return x[:1].clone().expand_as(x)
+    if kind == "last_strided":
+        return _into(x, (batch, seqlen, heads, dim, 2), lambda buffer: buffer[..., 0])
+    raise ValueError(kind)
+
+
+def _into(x, size, view):
+    target = view(torch.full(size, math.nan, dtype=x.dtype))
+    return target.copy_(x)
+
+
+def same_layout(x, y):
+    """Whether x and y have the same strides, leaving out dimensions of size 1."""
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride()))
+
+
+def python(code, *, timeout=120, **environment):
+    """The standard output of `code`, run by a Python of its own that can import flash_cuda and these helpers."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(Path(flash_cuda.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout,
+                          env=os.environ | {"PYTHONPATH": path} | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
