@@ -104,13 +104,20 @@ auto for_dtype(DType dtype, F f) {
 template <class T>
 bool load_tile(const T* rows, int64_t row_stride, int64_t count, int64_t head_dim, Accum<T>* tile, int64_t stride,
                Traffic& traffic) {
-  bool finite = true;
+  using A = Accum<T>;
+  constexpr int64_t kAhead = 8;  // rows: the strides between them are too long for the hardware to foresee
+  Vec<A> zeros = {};
   for (int64_t i = 0; i < count; ++i) {
-    finite &= load_row(rows + i * row_stride, tile + i * stride, head_dim);
+    if (i + kAhead < count)
+      for (int64_t byte = 0; byte < head_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(rows + (i + kAhead) * row_stride) + byte);
+    load_row(rows + i * row_stride, tile + i * stride, head_dim, zeros);
     for (int64_t d = head_dim; d < stride; ++d) tile[i * stride + d] = 0;
   }
   traffic.loaded += count * head_dim * static_cast<int64_t>(sizeof(T));
-  return finite;
+  A sum = 0;
+  for (int lane = 0; lane < kLanes<A>; ++lane) sum += zeros[lane];
+  return sum == A(0);
 }
 
 template <class T>

@@ -123,36 +123,37 @@ FLASH_HD void from_accum(float x, fp16& out) {
 #endif
 }
 
-// dst[0..n) = src[0..n) in the accumulation type. True when every element is finite.
+// One vector of elements in the accumulation type.
 template <class T>
-FLASH_HD bool load_row(const T* src, Accum<T>* dst, int64_t n) {
+FLASH_HD Vec<Accum<T>> load_as_accum(const T* src) {
   using A = Accum<T>;
-  A zeros = 0;  // stays 0 unless an element is inf or NaN: those times 0 are NaN
-  int64_t i = 0;
-#if defined(__F16C__)
-  if constexpr (std::is_same_v<T, fp16>) {
-    __m256 acc = _mm256_setzero_ps();
-    for (; i + 8 <= n; i += 8) {
-      const __m256 v = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
-      acc = _mm256_add_ps(acc, _mm256_mul_ps(v, _mm256_setzero_ps()));
-      _mm256_storeu_ps(dst + i, v);
-    }
-    for (int lane = 0; lane < 8; ++lane) zeros += reinterpret_cast<const float*>(&acc)[lane];
-  } else
+  if constexpr (std::is_same_v<T, A>) return load(src);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, fp16>)
+    return (Vec<A>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src)));
+#elif defined(__F16C__)
+  if constexpr (std::is_same_v<T, fp16>)
+    return (Vec<A>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
 #endif
-  {
-    Vec<A> acc = {};
-    for (; i + kLanes<A> <= n; i += kLanes<A>) {
-      for (int lane = 0; lane < kLanes<A>; ++lane) dst[i + lane] = to_accum(src[i + lane]);
-      acc += load(dst + i) * A(0);
-    }
-    for (int lane = 0; lane < kLanes<A>; ++lane) zeros += acc[lane];
+  A lanes[kLanes<A>];
+  for (int lane = 0; lane < kLanes<A>; ++lane) lanes[lane] = to_accum(src[lane]);
+  return load(lanes);
+}
+
+// dst[0..n) = src[0..n) in the accumulation type. `zeros` stays 0 unless an element is inf or NaN: those times 0 are NaN.
+template <class T>
+FLASH_HD void load_row(const T* src, Accum<T>* dst, int64_t n, Vec<Accum<T>>& zeros) {
+  using A = Accum<T>;
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) {
+    const Vec<A> v = load_as_accum(src + i);
+    store(dst + i, v);
+    zeros += v * A(0);
   }
   for (; i < n; ++i) {
     dst[i] = to_accum(src[i]);
-    zeros += dst[i] * A(0);
+    zeros[0] += dst[i] * A(0);
   }
-  return zeros == A(0);
 }
 
 template <class T>
