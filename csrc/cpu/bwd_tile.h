@@ -9,8 +9,11 @@ namespace flash::cpu::FLASH_ISA {
 // delta_i = sum_d dO_id O_id - dLSE_i: what every dP of row i is compared with.
 template <class T, class A = Accum<T>>
 A delta_of_row(const T* out, const T* dout, int64_t head_dim, A dlse) {
-  A sum = 0;
-  for (int64_t d = 0; d < head_dim; ++d) sum += to_accum(out[d]) * to_accum(dout[d]);
+  Vec<A> lanes = {};
+  int64_t d = 0;
+  for (; d + kLanes<A> <= head_dim; d += kLanes<A>) lanes += load_as_accum(out + d) * load_as_accum(dout + d);
+  A sum = sum_of(lanes);
+  for (; d < head_dim; ++d) sum += to_accum(out[d]) * to_accum(dout[d]);
   return sum - dlse;
 }
 

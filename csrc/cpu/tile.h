@@ -104,9 +104,8 @@ auto for_dtype(DType dtype, F f) {
 template <class T>
 bool load_tile(const T* rows, int64_t row_stride, int64_t count, int64_t head_dim, Accum<T>* tile, int64_t stride,
                Traffic& traffic) {
-  using A = Accum<T>;
   constexpr int64_t kAhead = 8;  // rows: the strides between them are too long for the hardware to foresee
-  Vec<A> zeros = {};
+  Vec<Accum<T>> zeros = {};
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count)
       for (int64_t byte = 0; byte < head_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
@@ -115,9 +114,7 @@ bool load_tile(const T* rows, int64_t row_stride, int64_t count, int64_t head_di
     for (int64_t d = head_dim; d < stride; ++d) tile[i * stride + d] = 0;
   }
   traffic.loaded += count * head_dim * static_cast<int64_t>(sizeof(T));
-  A sum = 0;
-  for (int lane = 0; lane < kLanes<A>; ++lane) sum += zeros[lane];
-  return sum == A(0);
+  return sum_of(zeros) == 0;
 }
 
 template <class T>
@@ -236,9 +233,7 @@ template <class A>
 FLASH_HD A sum_of_row(const A* s, int64_t count) {
   Vec<A> sum = {};
   for (int64_t j = 0; j < count; j += kLanes<A>) sum += load(s + j);
-  A result = 0;
-  for (int lane = 0; lane < kLanes<A>; ++lane) result += sum[lane];
-  return result;
+  return sum_of(sum);
 }
 
 template <class A>

@@ -49,6 +49,16 @@ template <class A>
 FLASH_HD void store(A* p, Vec<A> v) { *reinterpret_cast<Vec<A>*>(p) = v; }
 template <class A>
 FLASH_HD Vec<A> splat(A x) { return x - Vec<A>{}; }
+template <class V>
+FLASH_HD auto sum_of(V v) {  // of all lanes
+  using A = std::remove_reference_t<decltype(v[0])>;
+  constexpr int kCount = sizeof(V) / sizeof(A);
+  A lanes[kCount];
+  __builtin_memcpy(lanes, &v, sizeof(V));
+  for (int half = kCount / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
 
 // Storage types. Arithmetic is done in the accumulation type: float, or double for double.
 struct bf16 { uint16_t bits; };
