@@ -13,6 +13,10 @@ namespace {
 
 constexpr int64_t kMaxSplits = 4;  // bounds the workspace
 
+int64_t total_rows(const Problem& p) {
+  return p.cu_seqlens_q == nullptr ? p.batch * p.seqlen_q : p.cu_seqlens_q[p.batch];
+}
+
 // Where the dQ of one (split, batch, head) is summed: in dq itself, or in the accumulator when that would round the sum
 // (16-bit types) or several tasks add to it. Sequences of a packed batch share the accumulator's rows.
 template <class T>
@@ -23,10 +27,9 @@ struct DqSum {
   static DqSum of(const BwdParams& p, int64_t split, int64_t batch, int64_t head, const SeqInfo& seq) {
     if constexpr (std::is_same_v<T, Accum<T>>)
       if (p.dq_accum == nullptr) return {rows_of<T>(p.dq, batch, seq.q_begin, head), p.dq.row_stride};
-    const bool packed = p.cu_seqlens_q != nullptr;
-    const int64_t total = packed ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q;
-    const int64_t first = packed ? seq.q_begin : batch * p.seqlen_q;
-    return {static_cast<Accum<T>*>(p.dq_accum) + ((split * p.heads + head) * total + first) * p.head_dim, p.head_dim};
+    const int64_t first = p.cu_seqlens_q == nullptr ? batch * p.seqlen_q : seq.q_begin;
+    return {static_cast<Accum<T>*>(p.dq_accum) + ((split * p.heads + head) * total_rows(p) + first) * p.head_dim,
+            p.head_dim};
   }
 };
 
@@ -191,8 +194,7 @@ Plan<BwdParams> plan_of(const BwdParams& p, int64_t fast_memory, int threads) {
   }
   plan.grid = p.batch * p.heads_kv * plan.tile.splits;
   if (wants_dq && (!std::is_same_v<T, A> || plan.tile.splits > 1)) {
-    const int64_t total = p.cu_seqlens_q == nullptr ? p.batch * p.seqlen_q : p.cu_seqlens_q[p.batch];
-    plan.dq_accum_bytes = static_cast<size_t>(plan.tile.splits * p.heads * total * p.head_dim) * sizeof(A);
+    plan.dq_accum_bytes = static_cast<size_t>(plan.tile.splits * p.heads * total_rows(p) * p.head_dim) * sizeof(A);
   }
   Arena measure{nullptr};
   BwdBuffers<T>(measure, p, plan.tile);

@@ -45,7 +45,7 @@ struct Plan {
 constexpr int64_t kDefaultFastMemory = 512 * 1024;
 
 Plan<FwdParams> plan_fwd(Version version, const FwdParams& params, int64_t fast_memory);
-// Only the pointers' being null or not is read when planning; delta and dq_accum may still be unset.
+// Planning reads cu_seqlens_q; of other pointers only whether they are null. delta and dq_accum may still be unset.
 Plan<BwdParams> plan_bwd(Version version, const BwdParams& params, int64_t fast_memory, int threads);
 
 // keep[b, h, i, j] as in launch_dropout_mask, for rows of one (batch, head) pair `bh`.

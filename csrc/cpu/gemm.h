@@ -15,9 +15,8 @@ struct MatrixA {
 template <class A, int kRows, int kVectors>
 FLASH_HD void register_tile(int64_t depth, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t b_stride, A* c,
                             int64_t c_stride, bool accumulate) {
-  Vec<A> acc[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVectors; ++j) acc[i][j] = accumulate ? load(c + i * c_stride + j * kLanes<A>) : Vec<A>{};
+  // The sum starts at 0 and C joins it last: long sums are then added up tile by tile, which rounds less.
+  Vec<A> acc[kRows][kVectors] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Vec<A> row_b[kVectors];
     for (int j = 0; j < kVectors; ++j) row_b[j] = load(b + k * b_stride + j * kLanes<A>);
@@ -27,7 +26,10 @@ FLASH_HD void register_tile(int64_t depth, const A* a, int64_t a_row, int64_t a_
     }
   }
   for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVectors; ++j) store(c + i * c_stride + j * kLanes<A>, acc[i][j]);
+    for (int j = 0; j < kVectors; ++j) {
+      A* out = c + i * c_stride + j * kLanes<A>;
+      store(out, accumulate ? load(out) + acc[i][j] : acc[i][j]);
+    }
 }
 
 // All rows of a column panel. Not inlined: every product of every schedule shares this code.
