@@ -123,7 +123,7 @@ def main():
             # cache every tensor is an allocation of its own, so that a read past its end is seen.
             prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--kernel-name", "kns=flash"]
             for name in names:
-                if "cuda" in (ROOT / name).read_text():
+                if "mark.cuda" in (ROOT / name).read_text():
                     result = run_tests(name, "cuda and not slow", out / "sanitizer.log", args.timeout, prefix,
                                        PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # fmt: skip
                     good &= note(f"{tool} {name}", result)

@@ -129,6 +129,7 @@ def test_preprocess_with_more_heads_than_a_grid_axis_has_room_for():
         check(random(*shape, dtype=torch.bfloat16), random(*shape, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_preprocess_offsets_beyond_32_bits():
     rows, stride = 2200, 1_000_008  # of bfloat16: over 2^31 elements and 4.4 GB from the first row to the last
     free = torch.cuda.mem_get_info()[0]
