@@ -30,46 +30,54 @@ inline int64_t bwd_fast_bytes(Tile t, int64_t head_dim, int64_t acc) {
   return acc * (3 * n * d + 2 * head_dim * n + 3 * t.block_m * d + 3 * t.block_m * n + 2 * t.block_m);
 }
 
-// Largest multiple of `quantum` for which `bytes` stay within the budget; falls below the quantum only to halve
-// down to kSmallest.
+// How far a side may grow, and in which steps. With a block-sparse pattern a tile is about one of its blocks, so that
+// skipping is exact and time falls with the share of active blocks.
+struct Side {
+  int64_t limit;
+  int32_t quantum;
+  static Side of(int64_t seqlen, int64_t mask_block, int32_t quantum) {
+    if (mask_block <= 0) return {seqlen, quantum};
+    return {min_of(seqlen, max_of<int64_t>(round_up(mask_block, kSmallest), kKeyQuantum)), kSmallest};
+  }
+};
+
+// The most rows of a side for which `bytes`, which grow evenly, stay within the budget, in whole quanta; below one
+// quantum it is halved down to kSmallest.
 template <class Bytes>
-int32_t largest(int64_t limit, int32_t quantum, int64_t budget, Bytes bytes) {
-  const int64_t top = round_up(max_of<int64_t>(limit, 1), quantum);
-  int64_t best = 0;
-  for (int64_t step = top / quantum; step > 0; --step) {
-    if (bytes(static_cast<int32_t>(step * quantum)) <= budget) { best = step * quantum; break; }
-  }
-  if (best == 0) {
-    best = quantum;
-    while (best > kSmallest && bytes(static_cast<int32_t>(best)) > budget) best = max_of<int64_t>(best / 2, kSmallest);
-  }
-  return static_cast<int32_t>(best);
+int32_t largest(Side side, int64_t budget, Bytes bytes) {
+  const int64_t fixed = bytes(0), fitting = (budget - fixed) / (bytes(side.quantum) - fixed) * side.quantum;
+  int64_t n = min_of(fitting, round_up(max_of<int64_t>(side.limit, 1), side.quantum));
+  if (n <= 0)
+    for (n = side.quantum; n > kSmallest && bytes(static_cast<int32_t>(n)) > budget;) n = max_of<int64_t>(n / 2, kSmallest);
+  return static_cast<int32_t>(n);
 }
 
-// The side that is not `largest`: its usual size, halved while even the smallest partner would not fit.
+// The other side: its usual size, halved while even its smallest partner would not fit.
 template <class Bytes>
-int32_t usual(int64_t limit, int32_t size, int32_t quantum, int64_t budget, Bytes bytes_with_smallest_partner) {
-  int64_t s = min_of<int64_t>(size, round_up(max_of<int64_t>(limit, 1), quantum));
-  while (s > kSmallest && bytes_with_smallest_partner(static_cast<int32_t>(s)) > budget)
-    s = max_of<int64_t>(round_up(s / 2, kSmallest), kSmallest);
-  return static_cast<int32_t>(s);
+int32_t usual(Side side, int32_t size, int64_t budget, Bytes bytes_with_smallest_partner) {
+  int64_t n = min_of<int64_t>(size, round_up(max_of<int64_t>(side.limit, 1), side.quantum));
+  while (n > kSmallest && bytes_with_smallest_partner(static_cast<int32_t>(n)) > budget)
+    n = max_of<int64_t>(round_up(n / 2, kSmallest), kSmallest);
+  return static_cast<int32_t>(n);
 }
 
 inline Tile fwd_tile(Version version, const Problem& p, int64_t acc, int64_t budget) {
   const auto bytes = [&](int32_t m, int32_t n) { return fwd_fast_bytes({m, n}, p.head_dim, acc); };
+  const Side q = Side::of(p.seqlen_q, p.block_mask_q, kRowQuantum), k = Side::of(p.seqlen_k, p.block_mask_k, kKeyQuantum);
   if (version == Version::kFa2) {
-    const int32_t n = usual(p.seqlen_k, kFa2BlockN, kKeyQuantum, budget, [&](int32_t x) { return bytes(kSmallest, x); });
-    return {largest(p.seqlen_q, kRowQuantum, budget, [&](int32_t x) { return bytes(x, n); }), n};
+    const int32_t n = usual(k, kFa2BlockN, budget, [&](int32_t x) { return bytes(kSmallest, x); });
+    return {largest(q, budget, [&](int32_t x) { return bytes(x, n); }), n};
   }
-  const int32_t m = usual(p.seqlen_q, kFa1BlockM, kRowQuantum, budget, [&](int32_t x) { return bytes(x, kSmallest); });
-  return {m, largest(p.seqlen_k, kKeyQuantum, budget, [&](int32_t x) { return bytes(m, x); })};
+  const int32_t m = usual(q, kFa1BlockM, budget, [&](int32_t x) { return bytes(x, kSmallest); });
+  return {m, largest(k, budget, [&](int32_t x) { return bytes(m, x); })};
 }
 
 // Both generations keep a key tile and stream query tiles past it in the backward pass.
 inline Tile bwd_tile(const Problem& p, int64_t acc, int64_t budget) {
   const auto bytes = [&](int32_t m, int32_t n) { return bwd_fast_bytes({m, n}, p.head_dim, acc); };
-  const int32_t m = usual(p.seqlen_q, kBwdBlockM, kRowQuantum, budget, [&](int32_t x) { return bytes(x, kSmallest); });
-  return {m, largest(p.seqlen_k, kKeyQuantum, budget, [&](int32_t x) { return bytes(m, x); })};
+  const Side q = Side::of(p.seqlen_q, p.block_mask_q, kRowQuantum), k = Side::of(p.seqlen_k, p.block_mask_k, kKeyQuantum);
+  const int32_t m = usual(q, kBwdBlockM, budget, [&](int32_t x) { return bytes(x, kSmallest); });
+  return {m, largest(k, budget, [&](int32_t x) { return bytes(m, x); })};
 }
 
 }  // namespace flash::cpu
