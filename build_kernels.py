@@ -1,7 +1,8 @@
 """Compiles the kernels (csrc/cpu/*.cpp, csrc/**/*.cu) to objects in build/kernels, without torch.
 
-An object's file name carries a hash of all that its content depends on: the source, the project headers that it includes,
-the flags and the compiler. So it stays good for another torch or another Python, and in a copy of this folder on another machine.
+An object's file name carries a hash of all that its content depends on: the source, the project headers that it
+includes, the flags and the compiler. So it stays good for another torch or another Python, and in a copy of this folder
+on another machine.
 `python build_kernels.py auto|cpu|cuda` compiles them alone; setup.py links them into flash_cuda._C.
 """
 
@@ -23,7 +24,8 @@ ISA_FLAGS = {
     "generic": "",
 }
 CXX_FLAGS = (
-    "-O3 -std=c++17 -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -Icsrc"
+    "-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc"
+    " -fno-math-errno -fno-trapping-math -ffp-contract=fast"
 )
 # ptxas says nothing by itself when a kernel spills registers or keeps arrays in local memory; both ruin its speed.
 NVCC_FLAGS = (
@@ -114,7 +116,8 @@ def gencode(source, archs):
         return ["-gencode", "arch=compute_90a,code=sm_90a"] if "90a" in archs else []
     numbers = sorted({int(a.rstrip("a")) for a in archs})
     flags = [f for n in numbers for f in ("-gencode", f"arch=compute_{n},code=sm_{n}")]
-    return [*flags, "-gencode", f"arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]  # for GPUs newer than the list
+    newest = f"compute_{numbers[-1]}"
+    return [*flags, "-gencode", f"arch={newest},code={newest}"]  # PTX, for GPUs newer than any in the list
 
 
 def cxx():
@@ -218,8 +221,8 @@ def compile_kernels(toolkit):
     print(f"flash_cuda: {count}" + (f", {jobs()} jobs" if missing else ""), flush=True)
     if missing:
         # Existence is the whole question, so ninja gets no inputs; a cut-off compile leaves only a .tmp behind.
-        rule = "builddir = build/kernels\nrule compile\n  command = $run -c $in_file -o $out.tmp && mv $out.tmp $out\n  description = $label\n"
-        lines = [rule]
+        lines = ["builddir = build/kernels", "rule compile", "  description = $label"]
+        lines.append("  command = $run -c $in_file -o $out.tmp && mv $out.tmp $out")
         for out, unit in missing.items():
             run = shlex.join([*unit.compiler, *unit.flags]).replace("$", "$$")
             lines.append(f"build {out}: compile\n  run = {run}\n  in_file = {unit.source}\n  label = {unit.label}\n")

@@ -1,4 +1,4 @@
-"""Builds flash_cuda._C: the kernel objects (build_kernels.py) linked with bindings for the torch of this environment."""
+"""Builds flash_cuda._C: the kernel objects (build_kernels.py) and bindings for the torch of this environment."""
 
 import os
 import sys

@@ -164,19 +164,18 @@ def canary():
         pytest.skip("PYTORCH_NO_CUDA_MEMORY_CACHING is set: the canary lives in torch's memory cache")
 
     def call(op, *args):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         size = 64 << 20
-        block = torch.full((size,), 0x5A, device="cuda", dtype=torch.uint8)
-        start = block.data_ptr()
-        del block
-        result = op(*args)
-        used = result.numel() * result.element_size()
-        assert used % 512 == 0, "pick a shape whose bytes the allocator does not round up"
-        rest = torch.empty(size - used, device="cuda", dtype=torch.uint8)
-        assert (result.data_ptr(), rest.data_ptr()) == (start, start + used), "the allocator put them elsewhere"
-        assert bool((rest == 0x5A).all()), "written past the end of the result"
-        return result
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # in a pool of its own the block is all there is to take
+            block = torch.full((size,), 0x5A, device="cuda", dtype=torch.uint8)
+            start = block.data_ptr()
+            del block
+            result = op(*args)
+            used = result.numel() * result.element_size()
+            assert used % 512 == 0, "pick a shape whose bytes the allocator does not round up"
+            rest = torch.empty(size - used, device="cuda", dtype=torch.uint8)
+            assert (result.data_ptr(), rest.data_ptr()) == (start, start + used), "the allocator put them elsewhere"
+            assert bool((rest == 0x5A).all()), "written past the end of the result"
+            del result, rest
 
     return call
 

@@ -1,5 +1,5 @@
-// Before any backward kernel: delta = rowsum(dout * out) - dlse. With it the gradient of a score is P * (dP - delta), and
-// a gradient that comes through LSE costs nothing more. Bound by memory: every element of out and dout is read once.
+// Before any backward kernel: delta = rowsum(dout * out) - dlse. With it the gradient of a score is P * (dP - delta),
+// and a gradient that comes through LSE costs nothing more. Bound by memory: out and dout are read once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@ namespace flash {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTileRows = 128;         // of one head; finding (batch, head) costs 64-bit divisions, so once per 128 rows
+constexpr int kTileRows = 128;         // of one head; finding (batch, head) takes 64-bit divisions: once per 128 rows
 constexpr int64_t kMaxGrid = 1 << 20;  // further tiles come round in the loop, so that no size overflows a grid axis
 
 template <class Element, int kVec>

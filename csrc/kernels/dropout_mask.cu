@@ -18,7 +18,8 @@ dropout_mask_kernel(uint8_t* keep,        // [batch_heads, seqlen_q, seqlen_k]
   const Dropout dropout = Dropout::of(seed, dropout_p);
   const int64_t cols16 = ceil_div(seqlen_k, 16), rows8 = ceil_div(seqlen_q, 16) * 8;
   const int64_t tasks = batch_heads * rows8 * cols16;
-  for (int64_t task = int64_t{blockIdx.x} * kThreads + threadIdx.x; task < tasks; task += int64_t{gridDim.x} * kThreads) {
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t task = int64_t{blockIdx.x} * kThreads + threadIdx.x; task < tasks; task += step) {
     const int64_t col16 = task % cols16, row8 = task / cols16 % rows8, batch_head = task / cols16 / rows8;
     const uint32_t row_in_block = static_cast<uint32_t>(row8 % 8);
 
