@@ -20,6 +20,18 @@ class _LastCall(TypedDict):
     threads: int
     dropout_seed: Tensor | None
 
+class _Sizes(TypedDict):
+    packed: bool
+    batch: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    softmax_scale: float
+
 class _BuildInfo(TypedDict):
     torch: str
     cuda: bool
@@ -60,6 +72,33 @@ def forward(
     deterministic: bool,
     /,
 ) -> tuple[Tensor, Tensor]: ...
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    version: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_mask: Tensor | None,
+    block_mask_q: int,
+    block_mask_k: int,
+    deterministic: bool,
+    /,
+) -> _Sizes:
+    """The sizes of a call, after every check that the call would make; nothing runs."""
+
 def time_forward(q: Tensor, k: Tensor, v: Tensor, n: int, /) -> float:
     """Seconds that n plain calls of the CPU kernel take, without Python and the dispatcher."""
 
@@ -89,7 +128,6 @@ def cpu_plan(
     causal: int = 0,
     window_left: int = -1,
     window_right: int = -1,
-    packed: bool = False,
     bias: bool = False,
     sinks: bool = False,
     dlse: bool = False,

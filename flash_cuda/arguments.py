@@ -16,6 +16,7 @@ CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 LARGEST = 2**62  # what fits an int64 with room to add to it
 
 _TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+_PACKED_ONLY = ("cu_seqlens_q", "cu_seqlens_k")
 _OPTIONAL_TENSORS = ("bias", "alibi_slopes", "sinks")
 _LENGTHS = ("max_seqlen_q", "max_seqlen_k")
 
@@ -113,6 +114,8 @@ def type_problem(name: str, given: dict[str, object]) -> str | None:
         return f"flash_cuda.{name}: {argument} must be {what}, got {shown(given[argument])}; {fix}"
 
     for argument, value in given.items():
+        if argument in _PACKED_ONLY and name == "attention":
+            continue
         if argument in _TENSORS and not isinstance(value, torch.Tensor):
             return _tensor_wanted(name, argument, value)
         if argument in _OPTIONAL_TENSORS and not (value is None or isinstance(value, torch.Tensor)):

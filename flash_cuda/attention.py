@@ -38,10 +38,11 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(scale * Q K^T) V, tile by tile, in memory linear in the sequence lengths.
 
-    The score of query i and key j is ``s = softmax_scale * q_i . k_j``; softcap makes it ``softcap * tanh(s / softcap)``;
-    ALiBi subtracts ``slope * |i + diag - j|``; a float bias is added; then the masks hide elements. ``diag`` is
-    ``seqlen_k - seqlen_q`` (bottom right), or 0 with ``causal="top_left"``. A query that sees no key gets output 0,
-    LSE -inf and zero gradients. NaN and Inf in keys and values that are masked reach no output and no gradient.
+    The score of query i and key j is ``s = softmax_scale * q_i . k_j``; softcap makes it
+    ``softcap * tanh(s / softcap)``; ALiBi subtracts ``slope * |i + diag - j|``; a float bias is added; then the masks
+    hide elements. ``diag`` is ``seqlen_k - seqlen_q`` (bottom right), or 0 with ``causal="top_left"``. A query that
+    sees no key gets output 0, LSE -inf and zero gradients. NaN and Inf in keys and values that are masked reach no
+    output and no gradient.
 
     Differentiable in q, k, v, bias and sinks, also through the returned LSE, with torch.autograd. Works under
     torch.compile(fullgraph=True), torch.export, autocast (q, k and v are cast) and torch.vmap. A gradient of a
@@ -50,8 +51,8 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim); float32, bfloat16, float16 or float64 (float64 on a CPU only). Any
             strides; only a last dimension that is not contiguous is copied, and `last_call` reports it.
-        k, v: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q. heads is a multiple of heads_kv; query head h
-            reads key head h // (heads / heads_kv).
+        k, v: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q. heads is a multiple of heads_kv; query
+            head h reads key head h // (heads / heads_kv).
         causal: True lets query i see key j when j <= i + seqlen_k - seqlen_q; "top_left" when j <= i, as PyTorch's
             is_causal does.
         softmax_scale: finite, at least 0; None is 1 / sqrt(head_dim).
@@ -74,8 +75,8 @@ def attention(
         layout: "bshd" as above, or "bhsd" for q (batch, heads, seqlen_q, head_dim) and the like, also for the output.
 
     Returns:
-        out, of the shape and dtype of q. With return_lse also lse, (batch, heads, seqlen_q): the natural logarithm of the
-        sum of exponentials of a row's scores, sinks joined; float32, or float64 for float64 inputs.
+        out, of the shape and dtype of q. With return_lse also lse, (batch, heads, seqlen_q): the natural logarithm of
+        the sum of exponentials of a row's scores, sinks joined; float32, or float64 for float64 inputs.
 
     Raises:
         ValueError: a value or a shape that does not fit. TypeError: a dtype or a type. NotImplementedError: no kernel
@@ -172,8 +173,8 @@ def _run(
         # Dynamo cannot see through _C.forward; torch.ops costs three times its host time in eager mode.
         forward = torch.ops.flash_cuda.fwd.default if torch.compiler.is_compiling() else _C.forward
         return forward(
-            q, k, v, softmax_scale, causal_code, left, right, softcap, code, max_seqlen_q, max_seqlen_k, dropout_p, seed,
-            cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic,
+            q, k, v, softmax_scale, causal_code, left, right, softcap, code, max_seqlen_q, max_seqlen_k, dropout_p,
+            seed, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic,
         )  # fmt: skip
     except (AttributeError, TypeError):
         problem = arguments.type_problem(name, locals())

@@ -86,7 +86,8 @@ def _cuda_reasons(v: Version, device: torch.device) -> list[Reason]:
     ]  # fmt: skip
     if not _C.cuda_built():
         found.append(
-            Reason("here", "CUDA kernels must be part of the build", f"a build for CPU only ({_C.build_info()['cuda_why']})",
+            Reason("here", "CUDA kernels must be part of the build",
+                   f"a build for CPU only ({_C.build_info()['cuda_why']})",
                    "run FLASH_CUDA_BUILD=cuda pip install --no-build-isolation . where nvcc is")
         )  # fmt: skip
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
@@ -113,7 +114,8 @@ def choose(
     """The code of the version that runs the call; raises with every reason when none does. Nothing falls back."""
     if version is not None and version not in VERSIONS:
         known = ", ".join(repr(n) for n in VERSIONS)
-        raise ValueError(f"flash_cuda.{name}: version must be None or one of {known}, got {version!r}; name one of them")
+        error = ValueError if isinstance(version, str) else TypeError
+        raise error(f"flash_cuda.{name}: version must be None or one of {known}, got {version!r}; name one of them")
     refused = {}
     for candidate in candidates(device) if version is None else (version,):
         refused[candidate] = reasons(candidate, device=device, dtype=dtype, head_dim=head_dim)

@@ -110,23 +110,24 @@ def _fold(tensors, in_dims, size):
 
 
 def _unfold(t, size):
-    return t.unflatten(0, (size, t.shape[0] // size)) if size else t.unsqueeze(0)[:0]
+    return t.unflatten(0, (size, t.shape[0] // size))
 
 
 def _one_by_one(op, size, in_dims, args):
-    if size == 0:
-        raise ValueError("flash_cuda: vmap over an empty dimension is not possible with these options; skip the call")
-    results = [
-        op(*(a.select(d, i) if isinstance(a, torch.Tensor) and d is not None else a for a, d in zip(args, in_dims)))
-        for i in range(size)
-    ]
-    return tuple(torch.stack(parts) for parts in zip(*results))
+    def pick(a, dim, i):
+        if dim is None or not isinstance(a, torch.Tensor):
+            return a
+        # An empty dimension has no element, but its result has a shape, which one call on zeros tells.
+        return a.select(dim, i) if size > 0 else a.new_zeros(a.shape[:dim] + a.shape[dim + 1 :])
+
+    results = [op(*(pick(a, dim, i) for a, dim in zip(args, in_dims))) for i in range(max(size, 1))]
+    return tuple(torch.stack(parts)[:size] for parts in zip(*results))
 
 
 @torch.library.register_vmap("flash_cuda::fwd")
 def _fwd_vmap(info, in_dims, *args):
     op, size = torch.ops.flash_cuda.fwd.default, info.batch_size
-    if not _foldable(args[3:], in_dims[3:]):
+    if size == 0 or not _foldable(args[3:], in_dims[3:]):
         return _one_by_one(op, size, in_dims, args), (0, 0)
     folded = op(*_fold(args[:3], in_dims, size), *args[3:])
     return tuple(_unfold(t, size) for t in folded), (0, 0)
@@ -136,7 +137,7 @@ def _fwd_vmap(info, in_dims, *args):
 def _bwd_vmap(info, in_dims, *args):
     op, size, wanted = torch.ops.flash_cuda.bwd.default, info.batch_size, args[-1]
     # dbias and dsinks sum over the batch, but not over the mapped dimension.
-    if wanted[3] or wanted[4] or not _foldable(args[7:-1], in_dims[7:-1]):
+    if size == 0 or wanted[3] or wanted[4] or not _foldable(args[7:-1], in_dims[7:-1]):
         return _one_by_one(op, size, in_dims, args), (0,) * 5
     folded = op(*_fold(args[:7], in_dims, size), *args[7:])
     dims = tuple(0 if is_wanted else None for is_wanted in wanted)

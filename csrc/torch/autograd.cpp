@@ -7,6 +7,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <cmath>
+#include <limits>
+
 #include "ops.h"
 
 namespace flash::binding {
@@ -55,26 +58,40 @@ variable_list saved_tensors(const Tensor& q, const Tensor& k, const Tensor& v, c
           or_undefined(o.bias), or_undefined(o.alibi_slopes), or_undefined(o.sinks), or_undefined(o.block_mask)};
 }
 
+// Two entries and not twelve: each costs host time. SymInt, because lengths and windows may be symbolic.
 void save_scalars(AutogradContext* ctx, const Options& o) {
-  ctx->saved_data["floats"] = std::vector<double>{o.softcap, o.dropout_p};
-  ctx->saved_data["softmax_scale"] = o.softmax_scale;
-  ctx->saved_data["ints"] = std::vector<int64_t>{o.causal, o.version, o.block_mask_q, o.block_mask_k, o.deterministic};
-  // One by one, because they may be symbolic.
-  ctx->saved_data["window_left"] = o.window_left;
-  ctx->saved_data["window_right"] = o.window_right;
-  ctx->saved_data["max_seqlen_q"] = o.max_seqlen_q;
-  ctx->saved_data["max_seqlen_k"] = o.max_seqlen_k;
+  ctx->saved_data["floats"] =
+      std::vector<double>{o.softcap, o.dropout_p, o.softmax_scale.value_or(std::numeric_limits<double>::quiet_NaN())};
+  ctx->saved_data["ints"] = std::vector<c10::SymInt>{
+      o.causal,      o.version,      o.block_mask_q, o.block_mask_k, static_cast<int64_t>(o.deterministic),
+      o.window_left, o.window_right, o.max_seqlen_q, o.max_seqlen_k};
 }
 
 Options load_options(AutogradContext* ctx, const variable_list& saved) {
-  auto& data = ctx->saved_data;
-  const auto floats = data["floats"].toDoubleVector();
-  const auto ints = data["ints"].toIntVector();
-  return {data["softmax_scale"].toOptional<double>(), ints[0], data["window_left"].toSymInt(),
-          data["window_right"].toSymInt(), floats[0], ints[1], data["max_seqlen_q"].toSymInt(),
-          data["max_seqlen_k"].toSymInt(), floats[1], or_none(saved[5]), or_none(saved[6]), or_none(saved[7]),
-          or_none(saved[8]), or_none(saved[9]), or_none(saved[10]), or_none(saved[11]), ints[2], ints[3],
-          static_cast<bool>(ints[4])};
+  const auto floats = ctx->saved_data["floats"].toDoubleVector();
+  const auto ints = ctx->saved_data["ints"].toSymIntVector();
+  auto number = [&](size_t i) { return ints[i].expect_int(); };
+  Options o{};
+  o.softcap = floats[0];
+  o.dropout_p = floats[1];
+  if (!std::isnan(floats[2])) o.softmax_scale = floats[2];  // NaN is no legal scale: forward has refused it
+  o.causal = number(0);
+  o.version = number(1);
+  o.block_mask_q = number(2);
+  o.block_mask_k = number(3);
+  o.deterministic = number(4) != 0;
+  o.window_left = ints[5];
+  o.window_right = ints[6];
+  o.max_seqlen_q = ints[7];
+  o.max_seqlen_k = ints[8];
+  o.dropout_seed = or_none(saved[5]);
+  o.cu_seqlens_q = or_none(saved[6]);
+  o.cu_seqlens_k = or_none(saved[7]);
+  o.bias = or_none(saved[8]);
+  o.alibi_slopes = or_none(saved[9]);
+  o.sinks = or_none(saved[10]);
+  o.block_mask = or_none(saved[11]);
+  return o;
 }
 
 // ---- forward, and the gradient of it

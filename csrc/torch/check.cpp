@@ -31,7 +31,8 @@ std::string dtype_name(at::ScalarType type) {
 }
 
 void check_device(const char* caller, const char* name, const Tensor& t, c10::Device device) {
-  REQUIRE(t.device() == device, name, " must be on ", device, " like q, got ", t.device(), "; move it with .to(q.device)");
+  REQUIRE(t.device() == device, name, " must be on ", device, " like q, got ", t.device(),
+          "; move it with .to(q.device)");
 }
 
 void check_tensors(const char* caller, const Tensor& q, const Tensor& k, const Tensor& v, bool packed) {
@@ -82,8 +83,10 @@ void check_scalars(const char* caller, const Options& o, const Sizes& s) {
           "; pass None for 1 / sqrt(head_dim)");
   REQUIRE(std::isfinite(o.softcap) && o.softcap >= 0, "softcap must be finite and not negative, got ", o.softcap,
           "; 0.0 turns it off");
-  REQUIRE(o.causal >= 0 && o.causal <= 2, "causal must be 0 (off), 1 (bottom right) or 2 (top left), got ", o.causal);
-  REQUIRE(o.version >= 1 && o.version <= 3, "version must be 1, 2 or 3, got ", o.version);
+  REQUIRE(o.causal >= 0 && o.causal <= 2, "causal must be 0 (off), 1 (bottom right) or 2 (top left), got ", o.causal,
+          "; pass one of them");
+  REQUIRE(o.version >= 1 && o.version <= 3, "version must be 1, 2 or 3, got ", o.version,
+          "; pass one of them");
   REQUIRE(s.window_left >= -1 && s.window_right >= -1, "window_size must not be negative, got (", s.window_left, ", ",
           s.window_right, "); None leaves a side unbounded");
 }
@@ -122,9 +125,9 @@ void check_bias(const char* caller, const Tensor& bias, const Sizes& s, c10::Dev
   const int64_t full[4] = {s.batch, s.heads, s.seqlen_q, s.seqlen_k};
   bool fits = bias.dim() <= 4;
   for (int64_t d = 1; fits && d <= bias.dim(); ++d) fits = bias.size(-d) == 1 || bias.size(-d) == full[4 - d];
-  REQUIRE(fits, "bias must broadcast to (batch, heads, ", s.packed ? "max_seqlen_q, max_seqlen_k" : "seqlen_q, seqlen_k",
-          ") = (", full[0], ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_of(bias),
-          "; unsqueeze or slice it");
+  REQUIRE(fits, "bias must broadcast to (batch, heads, ",
+          s.packed ? "max_seqlen_q, max_seqlen_k" : "seqlen_q, seqlen_k", ") = (", full[0], ", ", full[1], ", ",
+          full[2], ", ", full[3], "), got ", shape_of(bias), "; unsqueeze or slice it");
 }
 
 void check_head_vectors(const char* caller, const Options& o, const Sizes& s, c10::Device device) {
@@ -258,8 +261,9 @@ void check_bwd(const Sizes& s, const Tensor& dout, const OptTensor& dlse, const 
   check_device(caller, "lse", lse, q.device());
   if (dlse) check_like("dlse", *dlse, "lse", lse);
   REQUIRE(!output_mask[3] || (o.bias && o.bias->scalar_type() != at::kBool),
-          "output_mask asks for the gradient of a bias that is ", o.bias ? "boolean" : "None", "; ask only for what was given");
-  REQUIRE(!output_mask[4] || o.sinks, "output_mask asks for the gradient of sinks that are None; ask only for what was given");
+          "output_mask must ask for dbias only with a float bias, got ", o.bias ? "a bool one" : "None",
+          "; pass False");
+  REQUIRE(!output_mask[4] || o.sinks, "output_mask must ask for dsinks only with sinks, got None; pass False");
 }
 
 }  // namespace flash::binding

@@ -23,6 +23,14 @@
 #define FLASH_CUDA_WHY ""
 #endif
 
+// FLASH_OPTION_PARAMS with plain integers: Python's numbers are not symbolic here, and SymInt is slower to convert.
+#define PLAIN_OPTION_PARAMS                                                                                            \
+  std::optional<double> softmax_scale, int64_t causal, int64_t window_left, int64_t window_right, double softcap,      \
+      int64_t version, int64_t max_seqlen_q, int64_t max_seqlen_k, double dropout_p, const OptTensor &dropout_seed,    \
+      const OptTensor &cu_seqlens_q, const OptTensor &cu_seqlens_k, const OptTensor &bias,                             \
+      const OptTensor &alibi_slopes, const OptTensor &sinks, const OptTensor &block_mask, int64_t block_mask_q,        \
+      int64_t block_mask_k, bool deterministic
+
 namespace py = pybind11;
 
 namespace flash::binding {
@@ -57,16 +65,11 @@ std::vector<std::string> split(const std::string& text, char separator) {
 }
 
 // A full call through the dispatcher (autograd, autocast, fake tensors), without the boxing of torch.ops.
-Out2 forward(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale, int64_t causal,
-             int64_t window_left, int64_t window_right, double softcap, int64_t version, int64_t max_seqlen_q,
-             int64_t max_seqlen_k, double dropout_p, const OptTensor& dropout_seed, const OptTensor& cu_seqlens_q,
-             const OptTensor& cu_seqlens_k, const OptTensor& bias, const OptTensor& alibi_slopes,
-             const OptTensor& sinks, const OptTensor& block_mask, int64_t block_mask_q, int64_t block_mask_k,
-             bool deterministic) {
+Out2 forward(const Tensor& q, const Tensor& k, const Tensor& v, PLAIN_OPTION_PARAMS) {
   return call_fwd(q, k, v, Options{FLASH_OPTION_ARGS});
 }
 
-// Seconds that n calls of the kernel take, without Python and without the dispatcher: what host time is measured against.
+// Seconds that n calls of the kernel take, without Python and the dispatcher: what host time is measured against.
 double time_forward(const Tensor& q, const Tensor& k, const Tensor& v, int64_t n) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto start = std::chrono::steady_clock::now();
@@ -99,6 +102,23 @@ py::object last_call_dict() {
   return d;
 }
 
+// The sizes of a call, after every check that the call itself would make; nothing runs.
+py::dict check(const Tensor& q, const Tensor& k, const Tensor& v, PLAIN_OPTION_PARAMS) {
+  const Sizes s = check_fwd(q, k, v, Options{FLASH_OPTION_ARGS});
+  py::dict d;
+  d["packed"] = s.packed;
+  d["batch"] = s.batch;
+  d["heads"] = s.heads;
+  d["heads_kv"] = s.heads_kv;
+  d["head_dim"] = s.head_dim;
+  d["seqlen_q"] = s.seqlen_q;
+  d["seqlen_k"] = s.seqlen_k;
+  d["total_q"] = s.total_q;
+  d["total_k"] = s.total_k;
+  d["softmax_scale"] = s.softmax_scale;
+  return d;
+}
+
 py::dict build_info() {
   py::dict d;
   d["torch"] = std::string(kBuiltFor).substr(std::string(kBuiltFor).find('=') + 1);
@@ -110,7 +130,8 @@ py::dict build_info() {
 }
 
 int64_t checked_fast_memory(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes > 0, "flash_cuda: fast memory must be a positive number of bytes, got ", bytes);
+  TORCH_CHECK_VALUE(bytes > 0, "flash_cuda.set_cpu_fast_memory: bytes must be positive, got ", bytes,
+                    "; pass the size of a core's cache");
   return bytes;
 }
 
@@ -137,7 +158,7 @@ py::dict plan_dict(const cpu::Plan<Params>& plan) {
 // The plan that a call with these sizes would run, without any tensor.
 py::dict cpu_plan(const std::string& pass, int64_t version, at::ScalarType dtype, int64_t batch, int64_t heads,
                   int64_t heads_kv, int64_t head_dim, int64_t seqlen_q, int64_t seqlen_k, int64_t block_mask_q,
-                  int64_t block_mask_k, int64_t causal, int64_t window_left, int64_t window_right, bool packed,
+                  int64_t block_mask_k, int64_t causal, int64_t window_left, int64_t window_right,
                   bool bias, bool sinks, bool dlse, bool dq, bool dkv, bool dbias, bool dsinks,
                   std::optional<int64_t> fast_memory, std::optional<int64_t> threads) {
   TORCH_CHECK_VALUE(pass == "forward" || pass == "backward", "flash_cuda._C.cpu_plan: pass_ must be \"forward\" or ",
@@ -159,7 +180,6 @@ py::dict cpu_plan(const std::string& pass, int64_t version, at::ScalarType dtype
   p.block_mask = present<const uint8_t>(block_mask_q > 0);
   p.block_mask_q = block_mask_q;
   p.block_mask_k = block_mask_k;
-  p.cu_seqlens_q = p.cu_seqlens_k = present<const int32_t>(packed);
   p.bias = present<const void>(bias);
   p.sinks = present<const void>(sinks);
   p.q.ptr = p.k.ptr = p.v.ptr = p.out.ptr = p.lse.ptr = present<void>(true);
@@ -183,6 +203,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flash::binding;
   using py::arg;
   m.def("forward", &forward, py::call_guard<py::gil_scoped_release>());
+  m.def("check", &check);
   m.def("time_forward", &time_forward, py::call_guard<py::gil_scoped_release>());
   m.def("last_call", &last_call_dict);
   m.def("build_info", &build_info);
@@ -191,14 +212,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_isa", [] { return std::string(flash::cpu::isa()); });
   m.def("cpu_isas", [] { return split(flash::cpu::isa_supported(), ','); });
   m.def("set_cpu_isa", [](const std::string& name) {
-    TORCH_CHECK_VALUE(flash::cpu::set_isa(name.c_str()), "flash_cuda: no kernels for instruction set \"", name,
-                      "\" here, got choices ", flash::cpu::isa_supported());
+    TORCH_CHECK_VALUE(flash::cpu::set_isa(name.c_str()), "flash_cuda.set_cpu_isa: name must be one of ",
+                      flash::cpu::isa_supported(), ", got ", name, "; pass one of them");
   });
   m.def("cpu_fast_memory", &cpu_fast_memory);
   m.def("set_cpu_fast_memory", [](int64_t bytes) { return set_cpu_fast_memory(checked_fast_memory(bytes)); });
   m.def("cpu_plan", &cpu_plan, arg("pass_"), arg("version"), arg("dtype"), arg("batch"), arg("heads"), arg("heads_kv"),
         arg("head_dim"), arg("seqlen_q"), arg("seqlen_k"), arg("block_mask_q") = 0, arg("block_mask_k") = 0,
-        arg("causal") = 0, arg("window_left") = -1, arg("window_right") = -1, arg("packed") = false,
+        arg("causal") = 0, arg("window_left") = -1, arg("window_right") = -1,
         arg("bias") = false, arg("sinks") = false, arg("dlse") = false, arg("dq") = true, arg("dkv") = true,
         arg("dbias") = false, arg("dsinks") = false, arg("fast_memory") = py::none(), arg("threads") = py::none());
 }
