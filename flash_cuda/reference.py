@@ -81,7 +81,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         The rest: as in `attention`.
 
     Returns:
-        out, like q but of `dtype` (0 in rows of no sequence); with return_lse also the LSE, (heads, total_q).
+        out, like q but of `dtype`; with return_lse also the LSE, (heads, total_q).
 
     Raises:
         ValueError: a shape or value that does not fit.
@@ -90,6 +90,9 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     if len(starts_q) != len(starts_k):
         raise ValueError(f"reference.attention_varlen: cu_seqlens_k must have {len(starts_q)} elements as cu_seqlens_q "
                          f"has, got {len(starts_k)}")
+    if (starts_q[-1], starts_k[-1]) != (q.shape[0], k.shape[0]):
+        raise ValueError(f"reference.attention_varlen: cu_seqlens_q and cu_seqlens_k must end at the rows of q and k, "
+                         f"{q.shape[0]} and {k.shape[0]}, got {starts_q[-1]} and {starts_k[-1]}")
     batch, heads = len(starts_q) - 1, q.shape[1]
     full_size = (batch, heads, max_seqlen_q, max_seqlen_k)
     bias = _expand(bias, "bias", full_size)
@@ -108,11 +111,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
             dropout_p=dropout_p, dropout_seed=dropout_seed, dtype=dtype, first_batch=b)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
-    rest = q.shape[0] - starts_q[-1]
-    out = torch.cat([*outs, q.new_zeros(rest, *q.shape[1:], dtype=dtype)])
-    if not return_lse:
-        return out
-    return out, torch.cat([*lses, q.new_full((heads, rest), -math.inf, dtype=dtype)], dim=1)
+    out = torch.cat([q[:0].to(dtype), *outs])  # no sequence at all is an empty tensor
+    return (out, torch.cat([q.new_empty(heads, 0, dtype=dtype), *lses], dim=1)) if return_lse else out
 
 
 def _attend(q, k, v, *, causal, softmax_scale, window_size, softcap, alibi_slopes, bias, sinks, blocks, dropout_p,

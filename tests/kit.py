@@ -1,5 +1,6 @@
 """How a kernel is compared with the reference, and how awkward tensors are made."""
 
+import functools
 import math
 import os
 import subprocess
@@ -43,17 +44,26 @@ def qkv(batch=2, seqlen_q=33, seqlen_k=49, heads=4, heads_kv=2, head_dim=32, dty
 
 def evaluate(function, inputs, *, dtype=None, wanted=(), grad_out=None, grad_lse=None, **more):
     """out, lse and the gradients of the `wanted` leaves ("dq", ...), as a dict. A dtype converts the leaves first."""
+    result, grads = _evaluate(function, inputs, dtype, wanted, more)
+    return result | grads(grad_out, grad_lse)
+
+
+def _evaluate(function, inputs, dtype, wanted, more):
+    """out and lse, and what maps their gradients to those of the leaves."""
     leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_(n in wanted) for n, t in inputs.leaves.items()}
-    q, k, v = (leaves.pop(n) for n in "qkv")
-    out, lse = function(q, k, v, *inputs.packed, **leaves, **inputs.options, **more, return_lse=True)
-    result = {"out": out.detach(), "lse": lse.detach()}
-    if wanted:
-        leaves |= {"q": q, "k": k, "v": v}
-        outputs = [(out, grad_out.to(out.dtype))] if grad_out is not None else []
-        outputs += [(lse, grad_lse.to(lse.dtype))] if grad_lse is not None else []
-        grads = torch.autograd.grad([o for o, _ in outputs], [leaves[n] for n in wanted], [g for _, g in outputs])
-        result |= {"d" + n: g for n, g in zip(wanted, grads)}
-    return result
+    named = {n: t for n, t in leaves.items() if n not in "qkv"}
+    out, lse = function(leaves["q"], leaves["k"], leaves["v"], *inputs.packed, **named, **inputs.options, **more,
+                        return_lse=True)
+
+    def grads(grad_out, grad_lse, retain_graph=False):
+        pairs = [(o, g.to(o.dtype)) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None and o.requires_grad]
+        if not pairs or not wanted:
+            return {}
+        outputs, output_grads = zip(*pairs)
+        values = torch.autograd.grad(outputs, [leaves[n] for n in wanted], output_grads, retain_graph=retain_graph)
+        return {"d" + n: g for n, g in zip(wanted, values)}
+
+    return {"out": out.detach(), "lse": lse.detach()}, grads
 
 
 def run_kernel(inputs, version=None, **more):
@@ -63,12 +73,18 @@ def run_kernel(inputs, version=None, **more):
                     **more)
 
 
-def run_reference(inputs, dtype=torch.float64, **more):
+def run_reference(inputs, dtype=torch.float64, *, wanted=(), grad_out=None, grad_lse=None):
+    result, grads = _reference(inputs, dtype, wanted)
+    return result | grads(grad_out, grad_lse)
+
+
+def _reference(inputs, dtype, wanted):
     function = reference.attention_varlen if inputs.packed else reference.attention
+    more = {"dtype": dtype}
     if inputs.options.get("dropout_p"):
         torch.manual_seed(SEED)
         more["dropout_seed"] = torch.randint(-2**63, 2**63 - 1, (2,), dtype=torch.int64)
-    return evaluate(lambda *args, **kwargs: function(*args, **kwargs, dtype=dtype), inputs, dtype=dtype, **more)
+    return _evaluate(function, inputs, dtype, wanted, more)
 
 
 def check(inputs, version, *, wanted=None, grad_out=None, grad_lse=None, **more):
@@ -83,7 +99,7 @@ def check(inputs, version, *, wanted=None, grad_out=None, grad_lse=None, **more)
     if wanted and grad_out is None:
         grad_out = torch.randn(q.shape, generator=generator).to(q.dtype)
     if wanted and grad_lse is None:
-        grad_lse = torch.randn(run_reference(inputs)["lse"].shape, generator=generator)
+        grad_lse = torch.randn(_lse_shape(inputs), generator=generator)
     grads = {"wanted": wanted, "grad_out": grad_out, "grad_lse": None if grad_lse is False else grad_lse}
 
     before = {n: t.clone() for n, t in inputs.leaves.items()}
@@ -98,26 +114,74 @@ def check(inputs, version, *, wanted=None, grad_out=None, grad_lse=None, **more)
     return got
 
 
+def _lse_shape(inputs):
+    shape = inputs.leaves["q"].shape
+    if inputs.packed:
+        return shape[1], shape[0]
+    return shape[:3] if inputs.options.get("layout") == "bhsd" else (shape[0], shape[2], shape[1])
+
+
+def _single_threaded(function):
+    """Small operations on several threads mostly wait for each other: 20 times slower on a busy machine."""
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+    return run
+
+
+@_single_threaded
 def compare(got, inputs, *, wanted=(), grad_out=None, grad_lse=None):
     """The pass rule: max |got - ref| <= 2 * max |torch attention in the same dtype - ref| + 2 * rounding of ref.
 
     3 times with softcap. NaN and infinities must sit at the same places. The rounding of a gradient includes what comes
-    of the rounding of `out`, which every FlashAttention backward reads (rowsum of dO * O).
+    of the rounding of `out` and LSE, which every FlashAttention backward reads. LSE is held to float32.
     """
     grads = {"wanted": wanted, "grad_out": grad_out, "grad_lse": grad_lse}
-    ref, single = run_reference(inputs, **grads), run_reference(inputs, torch.float32)
+    ref, ref_grads = _reference(inputs, torch.float64, wanted)
+    noise = _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse)
+    ref |= ref_grads(grad_out, grad_lse)
     same = run_reference(inputs, inputs.dtype, **grads)
     if any((ref[n].isfinite() & ~same[n].isfinite()).any() for n in ref):  # fp16 overflows where a kernel need not
         same = run_reference(inputs, torch.float32, **grads)
-    noise = _rounding_of_out(inputs, ref["out"], wanted, grad_out) if wanted and grad_out is not None else {}
+    if inputs.dtype in (torch.bfloat16, torch.float16):
+        same["lse"] = run_reference(inputs, torch.float32)["lse"]
     factor = 3 if inputs.options.get("softcap") else 2
     for name, expected in ref.items():
-        value = got[name]
-        other = single["lse"] if name == "lse" and inputs.dtype != torch.float64 else same[name]
-        _compare_one(name, value, expected, other, factor, 2 * noise.get(name, 0.0))
+        compare_one(name, got[name], expected, same[name], factor, 2 * noise.get(name, 0.0))
 
 
-def _compare_one(name, got, ref, same, factor, slack):
+def _largest(x):
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse):
+    """How far each gradient moves when `out` is rounded to the input dtype, and LSE and the sum to float32 (float64).
+
+    A row's P is exp(S - LSE): an error of its LSE scales the row, as scaled gradients of out and LSE would. An error of
+    rowsum(dO * O) acts as a gradient of the LSE does.
+    """
+    sums = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    heads_first = inputs.options.get("layout") == "bhsd"
+    scale = (ref["lse"].to(sums).double() - ref["lse"]).nan_to_num(0.0, 0.0, 0.0)
+    out_error, lse_error = None, torch.zeros_like(scale)
+    if grad_out is not None:
+        out, grad_out = ref["out"], grad_out.double()
+        rowsum = (grad_out * (out.to(inputs.dtype).double() - out)).sum(-1)
+        rowsum += torch.finfo(sums).eps * (grad_out * out).abs().sum(-1)
+        out_error = grad_out * (scale if heads_first else scale.mT)[..., None]
+        lse_error += rowsum if heads_first else rowsum.mT
+    if grad_lse is not None:
+        lse_error += scale * grad_lse
+    moved = ref_grads(out_error, lse_error.nan_to_num(0.0, 0.0, 0.0), retain_graph=True)
+    return {n: _largest(g.nan_to_num(0.0, 0.0, 0.0)) for n, g in moved.items()}
+
+
+def compare_one(name, got, ref, same, factor=2, slack=0.0):
     assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     eps = torch.finfo(got.dtype).eps * (64 if got.dtype == torch.float64 else 1)  # there is no finer reference
     got, same = got.double(), same.double()
@@ -129,28 +193,10 @@ def _compare_one(name, got, ref, same, factor, slack):
     if not finite.any():
         return
     got, same, ref = got[finite], same[finite], ref[finite]
-    largest = max(ref.abs().max().item(), 1.0 if name == "lse" else 0.0)
-    allowed = factor * (same - ref).abs().max().item() + 2 * eps * largest + slack
-    error = (got - ref).abs().max().item()
+    largest = max(_largest(ref), 1.0 if name == "lse" else 0.0)
+    allowed = factor * _largest(same - ref) + 2 * eps * largest + slack
+    error = _largest(got - ref)
     assert error <= allowed, f"{name}: off by {error:.3e}, allowed {allowed:.3e} (largest value {largest:.3e})"
-
-
-def _rounding_of_out(inputs, out, wanted, grad_out):
-    """How far each gradient moves when `out` is rounded to the input dtype and summed in float32 (float64).
-
-    An error of rowsum(dO * O) acts as a gradient of the LSE does.
-    """
-    grad_out = grad_out.double()
-    sum_eps = torch.finfo(torch.float64 if inputs.dtype == torch.float64 else torch.float32).eps
-    error = (grad_out * (out.to(inputs.dtype).double() - out)).sum(-1) + sum_eps * (grad_out * out).abs().sum(-1)
-    if inputs.options.get("layout", "bshd") == "bshd":
-        error = error.transpose(-1, -2)
-    names = [n for n in wanted if n != "v"]
-    if not names:
-        return {}
-    moved = run_reference(inputs, wanted=names, grad_lse=error.nan_to_num())
-    return {"d" + n: moved["d" + n].nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if moved["d" + n].numel() else 0.0
-            for n in names}
 
 
 STRIDES = ("contiguous", "packed_qkv", "heads_first", "sequence_first", "sliced", "expanded_heads", "expanded_batch",

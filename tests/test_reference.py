@@ -43,7 +43,8 @@ def test_every_feature_by_hand():
     q, k, v, bias, sinks = (inputs.leaves[n] for n in ("q", "k", "v", "bias", "sinks"))
     blocks, slopes = inputs.options["block_mask"].blocks, inputs.options["alibi_slopes"]
     keep = reference.dropout_mask(2, 2, 5, 7, 0.3, seed=SEED)
-    out, lse = reference.attention(q, k, v, bias=bias, sinks=sinks, **inputs.options, dropout_seed=SEED, return_lse=True)
+    out, lse = reference.attention(*(inputs.leaves[n] for n in "qkv"), bias=bias, sinks=sinks, dropout_seed=SEED,
+                                   return_lse=True, **inputs.options)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, (2, 2, 5))).tolist():
         weights = {}
         for j in range(7):
@@ -52,8 +53,8 @@ def test_every_feature_by_hand():
             if j <= i + 2 and i + 2 - 3 <= j <= i + 2 + 1 and blocks[b, h, i // 2, j // 3] and score > -math.inf:
                 weights[j] = math.exp(score)
         total = sum(weights.values()) + math.exp(sinks[h].item()) if weights else 0
-        expected = sum((w / total * v[b, j, 0] * 65536 / (65536 - 19661) for j, w in weights.items() if keep[b, h, i, j]),
-                       torch.zeros(3, dtype=torch.float64))
+        kept = {j: w / total * 65536 / (65536 - 19661) for j, w in weights.items() if keep[b, h, i, j]}
+        expected = sum((w * v[b, j, 0] for j, w in kept.items()), torch.zeros(3, dtype=torch.float64))
         torch.testing.assert_close(out[b, i, h], expected)
         torch.testing.assert_close(lse[b, h, i].item(), math.log(total) if weights else -math.inf)
 
