@@ -50,7 +50,7 @@ class Reason:
     """Why a version does not run a call."""
 
     kind: str  # "here": this machine or this build; "input": the tensors or the arguments
-    rule: str  # what the version asks for
+    rule: str  # what the version asks for; names it
     value: str  # what it found
     fix: str  # the way out
 
@@ -86,7 +86,7 @@ def _cuda_reasons(v: Version, device: torch.device) -> list[Reason]:
     ]  # fmt: skip
     if not _C.cuda_built():
         found.append(
-            Reason("here", "CUDA kernels must be part of the build",
+            Reason("here", f"{v.name} needs CUDA kernels in the build",
                    f"a build for CPU only ({_C.build_info()['cuda_why']})",
                    "run FLASH_CUDA_BUILD=cuda pip install --no-build-isolation . where nvcc is")
         )  # fmt: skip
@@ -121,7 +121,7 @@ def choose(
         refused[candidate] = reasons(candidate, device=device, dtype=dtype, head_dim=head_dim)
         if not refused[candidate]:
             return VERSIONS[candidate].code
-    why = " | ".join(f"{n}: {reason}" for n, all_of_it in refused.items() for reason in all_of_it)
+    why = " | ".join(str(reason) for all_of_it in refused.values() for reason in all_of_it)
     here = all(reason.kind == "here" for all_of_it in refused.values() for reason in all_of_it)
     # A CUDA tensor misses a kernel (rule 13: no kernel serves the combination), not a better machine.
     error = RuntimeError if here and device.type != "cuda" else NotImplementedError

@@ -38,13 +38,13 @@ def meta(*shape):
     return torch.empty(shape, device="meta")
 
 
-def expect(error, pattern, call):
+def expect(error, pattern, call, longest=400):
     """`call` raises `error`, in one line of the agreed form that matches `pattern`."""
     with pytest.raises(error) as caught:
         call()
     message = str(caught.value)
     assert type(caught.value) is error, message
-    assert "\n" not in message and len(message) < 400, message
+    assert "\n" not in message and len(message) < longest, message
     assert re.fullmatch(r"flash_cuda\.\w+: .+, got .+; .+", message), message
     assert re.search(pattern, message), message
 
@@ -126,7 +126,7 @@ BAD = [
     ("version", "fa4", ValueError, "version must be None or one of 'fa1', 'fa2', 'fa3', got 'fa4'"),
     ("version", 2, TypeError, 'version must be None, "fa1", "fa2" or "fa3", got int 2'),
     ("version", ["fa2"], TypeError, "version must be None, .* got list"),
-    ("version", "fa3", RuntimeError, "fa3: fa3 is .* 9.0, got tensors on the CPU; use version"),
+    ("version", "fa3", RuntimeError, "fa3 is .* 9.0, got tensors on the CPU; use version"),
     ("deterministic", "yes", TypeError, "deterministic must be True, False or None, got str 'yes'"),
     ("layout", "sbhd", ValueError, r"""layout must be "bshd" .* or "bhsd" .* got str 'sbhd'"""),
     ("layout", 0, ValueError, "layout must be .* got int 0"),
@@ -285,8 +285,8 @@ def test_cuda_tensors_get_every_reason(monkeypatch, version):
     message = str(caught.value)
     assert message.startswith("flash_cuda.attention: no kernel for q on cuda:0: ") and "\n" not in message
     for name in tried:
-        assert f"{name}: {name} needs an attention kernel for CUDA tensors" in message
-        assert f"{name}: CUDA kernels must be part of the build" in message
+        assert f"{name} needs an attention kernel for CUDA tensors" in message
+        assert f"{name} needs CUDA kernels in the build" in message
     assert ("fa3 needs compute capability 9.0 or newer, got 8.0" in message) == ("fa3" in tried)
 
 
@@ -312,9 +312,9 @@ def test_reasons_on_the_cpu(version):
 def test_cuda_tensors_are_refused_by_the_call():
     with torch._subclasses.FakeTensorMode():
         q, k, v = (torch.empty(2, 4, 2, 8, device="cuda") for _ in range(3))
-        expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention(q, k, v))
+        expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention(q, k, v), 900)
         packed = good_packed(q=q[0], k=k[0], v=v[0])
-        expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention_varlen(**packed))
+        expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention_varlen(**packed), 900)
 
 
 def test_errors_arrive_through_compile():

@@ -160,6 +160,20 @@ def test_meta_tensors_have_the_shapes():
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, torch.bfloat16, (2, 4, 9), torch.float32)
 
 
+def test_compiled_autograd_of_an_eager_forward():
+    q, k, v = qkv()
+    sinks = leaves((4,))[0]
+
+    def loss():
+        out, lse = flash_cuda.attention(q, k, v, sinks=sinks, window_size=(3, 2), return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    expected = grads(loss(), (q, k, v, sinks))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss().backward()
+    same([t.grad for t in (q, k, v, sinks)], expected)
+
+
 def test_compile_under_autocast():
     q, k, v = qkv()
 
