@@ -48,19 +48,22 @@ __attribute__((noinline)) static void column_panel(int64_t rows, int64_t depth, 
                                   c + m * c_stride, c_stride, accumulate);
 }
 
-// `cols` is a multiple of kLanes<A>.
+// `cols` is a multiple of kLanes<A>. The depth goes in steps that leave a column panel of B in the L1 cache.
 template <class A>
 FLASH_HD void gemm(int64_t rows, int64_t cols, int64_t depth, MatrixA<A> a, const A* b, int64_t b_stride, A* c,
                    int64_t c_stride, bool accumulate) {
-  constexpr int64_t kPanel = kPanelVectors * kLanes<A>;
+  constexpr int64_t kDepth = 64;
   int64_t n = 0;
-  for (; n + kPanel <= cols; n += kPanel)
-    column_panel<A, kPanelVectors>(rows, depth, a, b + n, b_stride, c + n, c_stride, accumulate);
-  if constexpr (kPanelVectors == 4)
-    for (; n + 2 * kLanes<A> <= cols; n += 2 * kLanes<A>)
-      column_panel<A, 2>(rows, depth, a, b + n, b_stride, c + n, c_stride, accumulate);
-  for (; n < cols; n += kLanes<A>)
-    column_panel<A, 1>(rows, depth, a, b + n, b_stride, c + n, c_stride, accumulate);
+  const auto panels = [&](auto vectors) {
+    constexpr int kVectors = decltype(vectors)::value;
+    for (; n + kVectors * kLanes<A> <= cols; n += kVectors * kLanes<A>)
+      for (int64_t k = 0; k < depth; k += kDepth)
+        column_panel<A, kVectors>(rows, min_of(kDepth, depth - k), {a.ptr + k * a.k_stride, a.row_stride, a.k_stride},
+                                  b + k * b_stride + n, b_stride, c + n, c_stride, accumulate || k > 0);
+  };
+  panels(std::integral_constant<int, kPanelVectors>{});
+  if constexpr (kPanelVectors == 4) panels(std::integral_constant<int, 2>{});
+  panels(std::integral_constant<int, 1>{});
 }
 
 }  // namespace flash::cpu::FLASH_ISA
