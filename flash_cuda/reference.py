@@ -145,10 +145,10 @@ def _attend(q, k, v, *, causal, softmax_scale, window_size, softcap, alibi_slope
     sink = torch.where(sees_a_key, sink, -math.inf).expand(batch, heads, seqlen_q, 1)
     logits = torch.cat([scores, sink], dim=-1)
     row_max = logits.detach().amax(-1, keepdim=True).masked_fill(~sees_a_key, 0)
-    row_sum = (logits - row_max).exp().sum(-1, keepdim=True)
-    lse = row_max + torch.where(sees_a_key, row_sum, 1).log()
-    probs = torch.where(visible, (scores - lse).exp(), 0)
-    lse = lse.masked_fill(~sees_a_key, -math.inf).squeeze(-1)
+    weights = (logits - row_max).exp()
+    row_sum = torch.where(sees_a_key, weights.sum(-1, keepdim=True), 1)
+    probs = torch.where(visible, weights[..., :-1] / row_sum, 0)
+    lse = (row_max + row_sum.log()).masked_fill(~sees_a_key, -math.inf).squeeze(-1)
 
     if dropout_p > 0:
         keep = dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed=dropout_seed, first_batch=first_batch)
