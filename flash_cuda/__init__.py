@@ -10,6 +10,7 @@ _C = _extension.load()
 
 from flash_cuda import masks, ops, reference  # noqa: E402, F401 - ops registers what torch.compile and vmap need
 from flash_cuda.attention import LastCall, attention, attention_varlen, dropout_mask, last_call  # noqa: E402
+from flash_cuda.explain import Plan, explain  # noqa: E402
 from flash_cuda.masks import BlockMask  # noqa: E402
 from flash_cuda.merge import merge  # noqa: E402
 
@@ -17,9 +18,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "LastCall",
+    "Plan",
     "attention",
     "attention_varlen",
     "dropout_mask",
+    "explain",
     "last_call",
     "masks",
     "merge",
