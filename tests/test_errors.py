@@ -310,10 +310,11 @@ def test_reasons_on_the_cpu(version):
 
 
 def test_cuda_tensors_are_refused_by_the_call():
+    # Fake tensors say that they are on a GPU, on any machine; slicing them would need a torch built for CUDA.
     with torch._subclasses.FakeTensorMode():
-        q, k, v = (torch.empty(2, 4, 2, 8, device="cuda") for _ in range(3))
-        expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention(q, k, v), 900)
-        packed = good_packed(q=q[0], k=k[0], v=v[0])
+        padded = {name: torch.empty(2, 4, 2, 8, device="cuda") for name in "qkv"}
+        expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention(**padded), 900)
+        packed = good_packed(**{name: torch.empty(4, 2, 8, device="cuda") for name in "qkv"})
         expect(NotImplementedError, "no kernel for q on cuda:0", lambda: flash_cuda.attention_varlen(**packed), 900)
 
 
