@@ -1,0 +1,279 @@
+"""`python -m flash_cuda demo`: train one small language model twice, with standard attention and with flash_cuda.
+
+The text is the source of the Python standard library on this machine. Both models start from the same seed and see the
+same batches; only the attention differs, so their losses may part by rounding and by nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from torch import nn
+
+import flash_cuda
+from flash_cuda import demo_report, traffic
+
+VOCABULARY = 256  # bytes
+WIDTH, HEADS, LAYERS = 128, 4, 3
+TOKENS_PER_STEP = 2048
+DEFAULT_STEPS, DEFAULT_CONTEXT = 240, 512
+TIME_LIMIT = 140  # seconds of training when --steps is not given: a slow machine trains fewer steps, not longer
+# Calm on purpose: at 5e-3 without clipping, training is chaotic and blows up rounding of 1e-7 to 1e-2 in 150 steps,
+# which would hide a wrong kernel; like this it stays near 1e-5 (demo_report.ALLOWED) and ends at the same loss.
+LEARNING_RATE, WARM_UP, MAX_GRADIENT = 2e-3, 20, 1.0
+MIN_CORPUS = 1_000_000
+# ALiBi: head h sees distance at this price. The steep heads know the last few bytes from the first step on; with
+# learned positions instead, a run this short stays at what pairs of bytes tell (about 2.5 nats).
+ALIBI_SLOPES = (2.0, 0.5, 0.125, 0.03125)
+
+
+class DemoError(Exception):
+    """The demo cannot run here; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int | None = None  # None: DEFAULT_STEPS, or fewer within TIME_LIMIT
+    context: int = DEFAULT_CONTEXT
+    version: str | None = None
+    device: str = "cpu"
+    dtype: str = "float32"  # of q, k and v
+    seed: int = 0
+    out: str = "flash_cuda_demo.png"
+
+
+@dataclass
+class Run:
+    """One training run and what was measured in it."""
+
+    name: str
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)  # by number of steps done
+    seconds: list[float] = field(default_factory=list)
+    layer_memory: int = 0  # peak bytes of one attention layer, forward and backward
+    step_memory: int = 0  # peak bytes of a whole training step
+    moved: traffic.Traffic = traffic.Traffic()  # by all attention layers in one training step
+    tokens_per_second: float = 0.0
+
+
+def corpus() -> tuple[torch.Tensor, torch.Tensor]:
+    """The standard library's source as bytes: (training text, validation text). Every tenth file validates."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    files = [p for p in sorted(root.rglob("*.py")) if skipped.isdisjoint(p.relative_to(root).parts)]
+    texts = [p.read_bytes() for p in files]
+    parts = [b"".join(t for i, t in enumerate(texts) if (i % 10 == 0) is held_out) for held_out in (False, True)]
+    if min(map(len, parts)) < MIN_CORPUS // 10 or len(parts[0]) < MIN_CORPUS:
+        raise DemoError(
+            f"the demo reads the standard library's source in {root}, expected at least {MIN_CORPUS} bytes of .py "
+            f"files, got {sum(map(len, parts))}; run it with a Python that has its library as files"
+        )
+    train, validation = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
+    return train, validation
+
+
+def unigram_entropy(text: torch.Tensor) -> float:
+    """Nats per byte of a model that knows how often each byte occurs and nothing of what came before."""
+    p = torch.bincount(text.int(), minlength=VOCABULARY).double() / len(text)
+    return -torch.special.xlogy(p, p).sum().item()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, attend) -> torch.Tensor:
+        batch, seqlen, _ = x.shape
+        q, k, v = self.qkv(self.norm_attention(x)).view(batch, seqlen, 3, HEADS, WIDTH // HEADS).unbind(2)
+        x = x + self.out(attend(q, k, v).reshape(batch, seqlen, WIDTH))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def loss(self, tokens: torch.Tensor, attend) -> torch.Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x, attend)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def standard_attention(context: int, device: torch.device, dtype: torch.dtype):
+    """softmax(Q K^T / sqrt(d) + ALiBi) V, with the whole score matrix in memory."""
+    position = torch.arange(context, device=device)
+    distance = position[:, None] - position[None, :]
+    slopes = torch.tensor(ALIBI_SLOPES, device=device)[:, None, None]
+    bias = (-slopes * distance).masked_fill(distance < 0, -math.inf).to(dtype)  # (heads, context, context)
+
+    def attend(q, k, v):
+        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
+        return (scores.softmax(-1) @ v).transpose(1, 2).float()
+
+    return attend
+
+
+def flash_attention(device: torch.device, dtype: torch.dtype, version: str | None):
+    slopes = torch.tensor(ALIBI_SLOPES, device=device)
+
+    def attend(q, k, v):
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        return flash_cuda.attention(q, k, v, causal=True, alibi_slopes=slopes, version=version).float()
+
+    return attend
+
+
+def new_run(name: str, attend, settings: Settings) -> Run:
+    torch.manual_seed(settings.seed)
+    model = LanguageModel().to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    return Run(name, attend, model, optimizer)
+
+
+def sample(text: torch.Tensor, settings: Settings, generator: torch.Generator) -> torch.Tensor:
+    """A batch of random windows, (batch, context + 1)."""
+    batch = max(1, TOKENS_PER_STEP // settings.context)
+    starts = torch.randint(len(text) - settings.context - 1, (batch,), generator=generator)
+    windows = [text[at : at + settings.context + 1] for at in starts.tolist()]
+    return torch.stack(windows).long().to(settings.device)
+
+
+def train_step(run: Run, tokens: torch.Tensor, step: int, steps: int) -> None:
+    rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    started = time.perf_counter()
+    run.optimizer.zero_grad(set_to_none=True)
+    loss = run.model.loss(tokens, run.attend)
+    loss.backward()
+    nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRADIENT)
+    run.optimizer.step()
+    run.losses.append(loss.item())
+    run.seconds.append(time.perf_counter() - started)
+
+
+@torch.no_grad()
+def validate(run: Run, batches: list[torch.Tensor]) -> None:
+    losses = [run.model.loss(tokens, run.attend).item() for tokens in batches]
+    run.validation[len(run.losses)] = statistics.fmean(losses)
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """The most bytes that torch's allocator had handed out at once while `work()` ran, over those before it. The
+    profiler reports every allocation, also those inside compiled ops, which a dispatch mode would not see."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would report its own start and stop on stderr
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def measure(run: Run, settings: Settings, tokens: torch.Tensor) -> None:
+    """Fill in speed, memory and bytes moved; the last two at the shape of the training but outside of its clock."""
+    run.tokens_per_second = len(tokens) * settings.context / statistics.median(run.seconds[1:] or run.seconds)
+    batch, context, head_dim = len(tokens), settings.context, WIDTH // HEADS
+    q, k, v, dout = (torch.randn(batch, context, HEADS, head_dim, device=settings.device) for _ in range(4))
+    inputs = [x.to(getattr(torch, settings.dtype)).requires_grad_() for x in (q, k, v)]
+    calls: list[flash_cuda.attention.LastCall] = []
+
+    def layer():
+        out = run.attend(*inputs)
+        calls.append(flash_cuda.last_call())
+        torch.autograd.grad(out, inputs, dout)
+        calls.append(flash_cuda.last_call())
+
+    layer()  # what a first call allocates for good is not the layer's
+    calls.clear()
+    run.layer_memory = peak_bytes(layer)
+    run.step_memory = peak_bytes(lambda: run.model.loss(tokens, run.attend).backward())
+    run.model.zero_grad(set_to_none=True)
+    if run.name == "standard":
+        size = inputs[0].element_size()
+        work = traffic.Workload(((context, context),) * batch, HEADS, HEADS, head_dim, size, size >= 4)
+        moved = traffic.standard_forward(work) + traffic.standard_backward(work)
+    else:
+        moved = sum((traffic.Traffic(c.bytes_loaded, c.bytes_stored) for c in calls), traffic.Traffic())
+        # The workers' tile buffers do not come from torch's allocator.
+        run.layer_memory += max(c.threads * c.fast_memory_bytes for c in calls)
+    run.moved = traffic.Traffic(LAYERS * moved.loaded, LAYERS * moved.stored)
+
+
+def train(runs: list[Run], text: torch.Tensor, validation: torch.Tensor, settings: Settings, console: Console) -> None:
+    """Train all runs side by side, step by step, so that they also share what else the machine does meanwhile."""
+    steps = settings.steps or DEFAULT_STEPS
+    generator = torch.Generator().manual_seed(settings.seed)
+    held_out = [sample(validation, settings, generator) for _ in range(4)]
+    checkpoints = {round(steps * part / 8) for part in range(9)}
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[loss]}")
+    started = time.perf_counter()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=steps, loss="")
+        for step in range(steps + 1):
+            late = settings.steps is None and time.perf_counter() - started > TIME_LIMIT
+            if step in checkpoints or late:
+                for run in runs:
+                    validate(run, held_out)
+                losses = "  ".join(f"{run.name} {run.validation[step]:.4f}" for run in runs)
+                progress.update(task, completed=step, loss=losses)
+                if not console.is_terminal:
+                    console.print(f"step {step:4d} of {steps}   validation loss  {losses}")
+            if late:
+                console.print(f"stopped after {step} of {steps} steps: {TIME_LIMIT} s are up (--steps sets no limit)")
+            if step == steps or late:
+                break
+            tokens = sample(text, settings, generator)
+            for run in runs:
+                train_step(run, tokens, step, steps)
+            progress.update(task, completed=step + 1)
+    for run in runs:
+        measure(run, settings, held_out[0])
+
+
+def main(settings: Settings, console: Console) -> int:
+    """Run the demo; 0 when both runs learned the same, 1 when they did not."""
+    text, validation = corpus()
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    runs = [
+        new_run("standard", standard_attention(settings.context, device, dtype), settings),
+        new_run("flash_cuda", flash_attention(device, dtype, settings.version), settings),
+    ]
+    parameters = sum(p.numel() for p in runs[0].model.parameters())
+    console.print(
+        f"A causal transformer ({parameters / 1e6:.1f} M parameters, {LAYERS} layers, {HEADS} heads, context "
+        f"{settings.context}) learns {len(text) / 1e6:.1f} MB of Python source byte by byte, twice from one seed: with "
+        f"standard attention and with flash_cuda."
+    )
+    train(runs, text, validation, settings, console)
+    return demo_report.report(*runs, settings, unigram_entropy(text), console)
