@@ -35,7 +35,7 @@ NVCC_FLAGS = (
 DEFAULT_ARCHS = "80;90a"
 USUAL_TOOLKIT = "/usr/local/cuda"
 OLDEST_TOOLKIT = (12, 4)
-MEMORY_PER_JOB = 2 << 30
+MEMORY_PER_JOB = 2 << 30  # bytes
 
 
 def fail(reason):
@@ -61,8 +61,7 @@ def find_toolkit():
     nvcc on PATH is often a wrapper script far from the toolkit, so it is asked where its toolkit is.
     """
     places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    nvcc = shutil.which("nvcc")
-    if nvcc:
+    if nvcc := shutil.which("nvcc"):
         dry = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
         top = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.M)
         places.append(os.path.realpath(top.group(1).strip()) if top else None)
@@ -134,6 +133,16 @@ def cxx():
     fail(f"{shlex.join(command)} is neither gcc nor clang; name one of them in CXX")
 
 
+def shared_runtime():
+    """Linker flags that make _C use the C++ runtime which torch has loaded.
+
+    A compiler that has libstdc++ only as an archive would put a second copy into _C, and C++ streams crash where two meet.
+    """
+    asked = [*cxx()[0], "-print-file-name=libstdc++.so"]
+    found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return [] if os.path.isabs(found) else ["-l:libstdc++.so.6"]
+
+
 def units(toolkit):
     """Every object to be compiled."""
     command, identity = cxx()
@@ -152,8 +161,7 @@ def units(toolkit):
         nvcc = [os.path.join(toolkit.root, "bin", "nvcc")]
         for path in sorted((ROOT / "csrc").rglob("*.cu")):
             source = path.relative_to(ROOT).as_posix()
-            archs = gencode(source, cuda_archs())
-            if archs:
+            if archs := gencode(source, cuda_archs()):
                 out.append(Unit(source, source, nvcc, f"nvcc {toolkit.release}", NVCC_FLAGS.split() + archs))
     return out
 
@@ -188,12 +196,11 @@ def object_path(unit):
 
 
 def free_memory():
-    """Bytes that may still be taken here: of the machine, and of the container if it has a limit."""
+    """Bytes that may be taken here: what the machine has left, or the container's limit if that is less."""
     free = []
     try:
         free.append(int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)) << 10)
-        group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        free.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError, AttributeError):
         pass  # no such file, or "max": that limit does not exist
     return min(free, default=1 << 62)
@@ -217,12 +224,11 @@ def compile_kernels(toolkit):
     """Compiles what is missing and returns the objects' paths, relative to the root."""
     wanted = {object_path(u): u for u in units(toolkit)}
     missing = {o: u for o, u in wanted.items() if not (ROOT / o).exists()}
-    count = f"{len(missing)} of {len(wanted)} kernel objects to compile"
-    print(f"flash_cuda: {count}" + (f", {jobs()} jobs" if missing else ""), flush=True)
+    print(f"flash_cuda: {len(missing)} of {len(wanted)} kernel objects to compile, {jobs()} jobs", flush=True)
     if missing:
         # Existence is the whole question, so ninja gets no inputs; a cut-off compile leaves only a .tmp behind.
-        lines = ["builddir = build/kernels", "rule compile", "  description = $label"]
-        lines.append("  command = $run -c $in_file -o $out.tmp && mv $out.tmp $out")
+        command = "$run -c $in_file -o $out.tmp && mv $out.tmp $out"
+        lines = [f"builddir = build/kernels\nrule compile\n  command = {command}\n  description = $label\n"]
         for out, unit in missing.items():
             run = shlex.join([*unit.compiler, *unit.flags]).replace("$", "$$")
             lines.append(f"build {out}: compile\n  run = {run}\n  in_file = {unit.source}\n  label = {unit.label}\n")
@@ -230,8 +236,8 @@ def compile_kernels(toolkit):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text("\n".join(lines))
         (folder / ".ninja_log").unlink(missing_ok=True)  # a log of other commands would ask for more than is missing
-        command = [find_ninja(), "-f", "build/kernels/build.ninja", "-j", str(jobs())]
-        if subprocess.run(command, cwd=ROOT, env={**os.environ, "NINJA_STATUS": "flash_cuda: [%f/%t] "}).returncode:
+        ninja = [find_ninja(), "-f", "build/kernels/build.ninja", "-j", str(jobs())]
+        if subprocess.run(ninja, cwd=ROOT, env={**os.environ, "NINJA_STATUS": "flash_cuda: [%f/%t] "}).returncode:
             fail("a kernel did not compile; the compiler's message is above")
     return list(wanted)
 

@@ -17,8 +17,7 @@ except ModuleNotFoundError as error:
     # An sdist needs no torch. Anything else stops here, before pip has fetched what the package depends on.
     if not {"sdist", "egg_info"} & set(sys.argv):
         kernels.fail(
-            f"torch cannot be imported while building ({error}); install torch first, then run:"
-            " pip install --no-build-isolation ."
+            f"torch cannot be imported while building ({error}); install it, then: pip install --no-build-isolation ."
         )
     torch, BuildExtension = None, build_ext
 
@@ -33,6 +32,7 @@ class Build(BuildExtension):
         os.environ["PATH"] += os.pathsep + os.path.dirname(kernels.find_ninja())  # torch looks for it there alone
         (ext,) = self.extensions
         ext.extra_objects = kernels.compile_kernels(toolkit)
+        ext.extra_link_args += kernels.shared_runtime()
         ext.define_macros += [
             ("FLASH_TORCH_VERSION_BUILT", f'"{torch.__version__}"'),
             ("FLASH_CUDA_ARCHS_BUILT", f'"{";".join(archs)}"'),
@@ -49,10 +49,9 @@ class Build(BuildExtension):
 
 
 def bindings():
-    sources = sorted(str(p.relative_to(kernels.ROOT)) for p in (kernels.ROOT / "csrc/torch").glob("*.cpp"))
     return CppExtension(
         "flash_cuda._C",
-        sources,
+        sorted(str(p.relative_to(kernels.ROOT)) for p in (kernels.ROOT / "csrc/torch").glob("*.cpp")),
         # at::parallel_for is an inline template: without -fopenmp it would run on one thread, silently.
         extra_compile_args={"cxx": ["-O2", "-g0", "-fopenmp", "-fvisibility=hidden"]},
         extra_link_args=["-fopenmp"],
