@@ -136,7 +136,7 @@ def cxx():
 def shared_runtime():
     """Linker flags that make _C use the C++ runtime which torch has loaded.
 
-    A compiler that has libstdc++ only as an archive would put a second copy into _C, and C++ streams crash where two meet.
+    A compiler that has libstdc++ only as an archive would put a second copy into _C; C++ streams crash where two meet.
     """
     asked = [*cxx()[0], "-print-file-name=libstdc++.so"]
     found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()

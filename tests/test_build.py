@@ -182,6 +182,15 @@ def test_jobs_fit_cores_memory_and_max_jobs(kernels, monkeypatch):
     assert kernels.jobs() == 1
 
 
+def test_a_compiler_without_a_shared_libstdcxx_gets_the_one_that_torch_uses(kernels, monkeypatch, tmp_path):
+    compiler = script(tmp_path / "cxx", 'case "$*" in *print-file-name*) echo $FOUND;; *) exec c++ "$@";; esac\n')
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("FOUND", "/usr/lib/libstdc++.so")
+    assert kernels.shared_runtime() == []
+    monkeypatch.setenv("FOUND", "libstdc++.so")  # the bare name: not found
+    assert kernels.shared_runtime() == ["-l:libstdc++.so.6"]
+
+
 def test_archs_by_file(kernels, monkeypatch):
     monkeypatch.setenv("FLASH_CUDA_ARCHS", "80, 90a 90")
     archs = kernels.cuda_archs()
