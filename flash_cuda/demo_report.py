@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # How far the two training losses may part, in nats. Both runs add the same numbers in another order, and training
 # carries that forward from step to step. Measured over 240 steps, fa1 and fa2 against standard attention: at most
-# 1.5e-5 over three seeds (bfloat16: 2.2e-2). A softmax_scale that is wrong by 0.1 % parts them by 1.2e-3 within 50 steps,
-# a dK that is wrong by 1 % by 9e-4.
+# 1.5e-5 over three seeds (bfloat16: 2.2e-2). A softmax_scale that is wrong by 0.1 % parts them by 1.2e-3 within 50
+# steps, a dK that is wrong by 1 % by 9e-4.
 ALLOWED = {"float32": 5e-4, "bfloat16": 0.1}
 JUDGED_STEPS = 100  # a run shorter than this is not asked whether it learned
 

@@ -1,4 +1,4 @@
-"""`explain`: which version would run a call, why the others would not, and what each would cost. Nothing is launched."""
+"""`explain`: which version would run a call, why the others would not, and what each would cost. Nothing runs."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def explain(
         if layout != "bshd":
             q, k, v = arguments.to_bshd(q, k, v, layout, name)
         sizes, options = _settle(
-            name, q, k, v, causal, softmax_scale, window_size, softcap, alibi_slopes, bias, sinks, block_mask, dropout_p,
-            deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            name, q, k, v, causal, softmax_scale, window_size, softcap, alibi_slopes, bias, sinks, block_mask,
+            dropout_p, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         )  # fmt: skip
         if version is not None and version not in dispatch.VERSIONS:
             dispatch.choose(version, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], name=name)  # raises
@@ -174,8 +174,8 @@ def _settle(
     # Not drawn: an explanation leaves torch's generator as it was.
     seed = torch.zeros(2, dtype=torch.int64, device=q.device) if 0 < dropout_p < 1 else None
     sizes = _C.check(
-        q, k, v, softmax_scale, code, left, right, softcap, 2, max_seqlen_q, max_seqlen_k, dropout_p, seed, cu_seqlens_q,
-        cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic or False,
+        q, k, v, softmax_scale, code, left, right, softcap, 2, max_seqlen_q, max_seqlen_k, dropout_p, seed,
+        cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic or False,
     )  # fmt: skip
     if torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad:  # checked by autograd there
         raise ValueError(

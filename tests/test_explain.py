@@ -26,8 +26,8 @@ def test_the_plan_is_what_runs(version, isa):
     assert plan.selected == ran.version
     chosen = plan.versions[plan.selected].forward
     assert (chosen.kernel, chosen.tile, chosen.grid) == (ran.kernel, ran.tile, ran.grid)
-    assert str(plan).startswith(f"{ran.version} would run: {ran.kernel} (version={'None' if version is None else repr(version)}"
-                                .replace("'", '"'))
+    asked = "None" if version is None else f'"{version}"'
+    assert str(plan).startswith(f"{ran.version} would run: {ran.kernel} (version={asked})\n")
 
 
 def test_every_version_answers():
