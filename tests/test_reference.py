@@ -60,6 +60,7 @@ def test_every_feature_by_hand():
 
 
 def test_gradcheck_with_every_feature():
+    torch.set_num_threads(1)  # thousands of tiny operations
     slopes = torch.rand(4)
 
     def function(q, k, v, bias, sinks):
