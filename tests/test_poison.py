@@ -144,6 +144,7 @@ def test_unset_outputs_and_workspaces_do_not_survive(case, version):  # case 37
 
 POISONED_ALLOCATOR = """
 import torch, cases, kit
+assert torch.empty(1000).min() > 1e37
 for case in (*cases.COMBINATIONS, *cases.VARLEN):
     for version in kit.VERSIONS:
         torch.manual_seed(0)
@@ -155,3 +156,36 @@ print("clean")
 def test_unset_scratch_memory_does_not_survive():  # case 37
     """glibc fills all that malloc gives with a byte that makes huge floats, and all that is freed with another."""
     assert kit.python(POISONED_ALLOCATOR, GLIBC_TUNABLES="glibc.malloc.perturb=129").strip() == "clean"
+
+
+MALLOC_CHECK = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
+WRITE_PAST_THE_END = """
+import ctypes, torch
+x = torch.empty(250)
+ctypes.memset(x.data_ptr() + 1000, 7, 1)
+del x
+"""
+ALL_KERNELS = """
+import torch, cases, kit
+from flash_cuda import _C
+for case in (*cases.EDGES, *cases.COMBINATIONS, *cases.VARLEN, cases.Case(head_dim=40, dtype=cases.BF16)):
+    for isa in _C.cpu_isas():
+        for fast_memory in (1, 8192, 512 * 1024):
+            _C.set_cpu_isa(isa)
+            _C.set_cpu_fast_memory(fast_memory)
+            inputs = cases.build(case)
+            for version in kit.VERSIONS:
+                kit.run_kernel(inputs, version, wanted=tuple(inputs.leaves), grad_out=inputs.leaves["q"])
+print("clean")
+"""
+
+
+def test_nothing_is_written_past_the_end_of_an_output_or_a_workspace():
+    """glibc puts a canary behind each block and looks at it when the block is freed."""
+    try:
+        kit.python(WRITE_PAST_THE_END, **MALLOC_CHECK)
+    except AssertionError as aborted:
+        assert "free()" in str(aborted)
+    else:
+        pytest.skip("this C library has no libc_malloc_debug that notices a write past the end of a block")
+    assert kit.python(ALL_KERNELS, **MALLOC_CHECK).strip() == "clean"
