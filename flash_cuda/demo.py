@@ -206,7 +206,7 @@ def measure(run: Run, settings: Settings, tokens: torch.Tensor) -> None:
     batch, context, head_dim = len(tokens), settings.context, WIDTH // HEADS
     q, k, v, dout = (torch.randn(batch, context, HEADS, head_dim, device=settings.device) for _ in range(4))
     inputs = [x.to(getattr(torch, settings.dtype)).requires_grad_() for x in (q, k, v)]
-    calls: list[flash_cuda.attention.LastCall] = []
+    calls: list[flash_cuda.LastCall] = []
 
     def layer():
         out = run.attend(*inputs)
@@ -241,7 +241,7 @@ def train(runs: list[Run], text: torch.Tensor, validation: torch.Tensor, setting
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=steps, loss="")
         for step in range(steps + 1):
-            late = settings.steps is None and time.perf_counter() - started > TIME_LIMIT
+            late = settings.steps is None and step < steps and time.perf_counter() - started > TIME_LIMIT
             if step in checkpoints or late:
                 for run in runs:
                     validate(run, held_out)
