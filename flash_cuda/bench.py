@@ -215,7 +215,8 @@ def compare(contestants: list[Contestant], about: dict) -> list[Row]:
         times = {"ms": ms, "ms_p20": p20, "ms_p80": p80, "torch_ms": torch_ms, "torch_ms_p20": torch_p20,
                  "torch_ms_p80": torch_p80, "gflops": flop / ms / 1e6, "torch_gflops": flop / torch_ms / 1e6,
                  "ratio": torch_ms / ms}  # fmt: skip
-        rows.append(Row(**about, version=c.version, isa=c.isa, **{name: round(x, 4) for name, x in times.items()}))
+        times = {name: float(f"{x:.5g}") for name, x in times.items()}  # more digits would be noise
+        rows.append(Row(**about, version=c.version, isa=c.isa, **times))
     return rows
 
 
