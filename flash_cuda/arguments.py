@@ -107,6 +107,13 @@ def _tensor_wanted(name: str, argument: str, value: object) -> str:
     return f"flash_cuda.{name}: {argument} must be a torch.Tensor, got {shown(value)}; convert it with torch.as_tensor"
 
 
+def _fits_a_float(value: object) -> bool:
+    try:
+        return isinstance(value, numbers.Real) and float(value) is not None
+    except OverflowError:  # an int beyond 1e308
+        return False
+
+
 def type_problem(name: str, given: dict[str, object]) -> str | None:
     """One line on the first argument whose Python type is wrong; None when the types are right."""
 
@@ -122,9 +129,9 @@ def type_problem(name: str, given: dict[str, object]) -> str | None:
             return wanted(argument, "a torch.Tensor or None", "convert it with torch.as_tensor")
         if argument in _LENGTHS and not (isinstance(value, numbers.Integral) and abs(value) < LARGEST):
             return wanted(argument, "an int below 2**62", "pass the longest length, such as int(lengths.max())")
-        if argument == "softmax_scale" and not (value is None or isinstance(value, numbers.Real)):
+        if argument == "softmax_scale" and not (value is None or _fits_a_float(value)):
             return wanted(argument, "a number or None", "pass None for 1 / sqrt(head_dim)")
-        if argument in ("softcap", "dropout_p") and not isinstance(value, numbers.Real):
+        if argument in ("softcap", "dropout_p") and not _fits_a_float(value):
             return wanted(argument, "a number", "0.0 turns it off")
         if argument == "deterministic" and not (value is None or isinstance(value, bool)):
             return wanted(argument, "True, False or None", "None follows torch.use_deterministic_algorithms")

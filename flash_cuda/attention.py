@@ -170,6 +170,8 @@ def _run(
         seed = draw_seed(q.device) if 0 < dropout_p < 1 else None
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        elif deterministic is not True and deterministic is not False:  # pybind11 would take anything with a truth
+            raise TypeError
         # Dynamo cannot see through _C.forward; torch.ops costs three times its host time in eager mode.
         forward = torch.ops.flash_cuda.fwd.default if torch.compiler.is_compiling() else _C.forward
         return forward(

@@ -5,6 +5,7 @@ FlashAttention (arXiv:2205.14135, section 3.3).
 """
 
 import math
+import operator
 
 import torch
 
@@ -28,14 +29,15 @@ class BlockMask:
     def __init__(self, blocks, block_size, seqlen_q, seqlen_k):
         if not isinstance(blocks, torch.Tensor) or blocks.dtype != torch.bool:
             got = blocks.dtype if isinstance(blocks, torch.Tensor) else type(blocks).__name__
-            raise TypeError(f"BlockMask: blocks must be a bool tensor, got {got}")
+            raise TypeError(f"flash_cuda.BlockMask: blocks must be a bool tensor, got {got}; convert it with .bool()")
         self.block_size = _check_block_size("BlockMask", block_size)
-        self.seqlen_q, self.seqlen_k = int(seqlen_q), int(seqlen_k)
+        _check_ints("BlockMask", seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        self.seqlen_q, self.seqlen_k = operator.index(seqlen_q), operator.index(seqlen_k)
         counts = _block_counts(self.seqlen_q, self.seqlen_k, self.block_size)
         if blocks.dim() not in (2, 3, 4) or tuple(blocks.shape[-2:]) != counts:
-            raise ValueError(f"BlockMask: blocks must be (..., {counts[0]}, {counts[1]}) with 2 to 4 dimensions for "
+            raise ValueError(f"flash_cuda.BlockMask: blocks must be (..., {counts[0]}, {counts[1]}) with 2 to 4 dimensions for "
                              f"seqlen_q {seqlen_q}, seqlen_k {seqlen_k} and block_size {self.block_size}, "
-                             f"got {tuple(blocks.shape)}")
+                             f"got {tuple(blocks.shape)}; one flag for each block, the last ones cut off")
         self.blocks = blocks[(None,) * (4 - blocks.dim())]
 
     def to(self, device):
@@ -51,7 +53,9 @@ class BlockMask:
 
     @property
     def density(self):
-        """The share of blocks that are visible, from 0 to 1."""
+        """The share of blocks that are visible, from 0 to 1; NaN on the meta device, which has no values."""
+        if self.blocks.is_meta:
+            return math.nan
         return self.blocks.float().mean().item() if self.blocks.numel() else 0.0
 
     def __repr__(self):
@@ -72,9 +76,10 @@ def from_dense(mask, block_size=(64, 64)):
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise TypeError(f"masks.from_dense: mask must be a bool tensor, got {got}")
+        raise TypeError(f"flash_cuda.masks.from_dense: mask must be a bool tensor, got {got}; convert it with .bool()")
     if mask.dim() not in (2, 3, 4):
-        raise ValueError(f"masks.from_dense: mask must have 2 to 4 dimensions, got {tuple(mask.shape)}")
+        raise ValueError(f"flash_cuda.masks.from_dense: mask must have 2 to 4 dimensions, got {tuple(mask.shape)}; "
+                         f"the last two are (seqlen_q, seqlen_k)")
     block_size = _check_block_size("masks.from_dense", block_size)
     # The first element of each block speaks for it; a mixed block then differs from the mask that this makes.
     result = BlockMask(mask[..., ::block_size[0], ::block_size[1]], block_size, *mask.shape[-2:])
@@ -82,8 +87,8 @@ def from_dense(mask, block_size=(64, 64)):
     if len(mixed):
         batch, head, row, col = mixed[0].tolist()
         row, col = row // block_size[0] * block_size[0], col // block_size[1] * block_size[1]
-        raise ValueError(f"masks.from_dense: every block of {block_size} must be all True or all False, but the block "
-                         f"at batch {batch}, head {head}, row {row}, column {col} is mixed; use smaller blocks, or "
+        raise ValueError(f"flash_cuda.masks.from_dense: every block of {block_size} must be all True or all False, but "
+                         f"the block at batch {batch}, head {head}, row {row}, column {col} is mixed; use smaller blocks, or "
                          f"pass the mask as bias")
     return result
 
@@ -100,9 +105,13 @@ def local(seqlen_q, seqlen_k, window_blocks, block_size=(64, 64)):
     Raises:
         ValueError: a negative window, or a size that does not fit.
     """
-    left, right = (window_blocks, window_blocks) if isinstance(window_blocks, int) else window_blocks
+    pair = isinstance(window_blocks, (tuple, list)) and len(window_blocks) == 2
+    left, right = window_blocks if pair else (window_blocks, window_blocks)
+    _check_ints("masks.local", seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_blocks=left)
+    _check_ints("masks.local", window_blocks=right)
     if min(left, right) < 0:
-        raise ValueError(f"masks.local: window_blocks must not be negative, got {window_blocks}")
+        raise ValueError(f"flash_cuda.masks.local: window_blocks must not be negative, got {window_blocks}; "
+                         f"0 leaves the diagonal's own blocks")
     block_q, block_k = block_size = _check_block_size("masks.local", block_size)
     count_q, count_k = _block_counts(seqlen_q, seqlen_k, block_size)
     first_row = torch.arange(count_q)[:, None] * block_q
@@ -125,9 +134,10 @@ def bigbird(seqlen_q, seqlen_k, *, block_size=(64, 64), window_blocks=1, global_
     Raises:
         ValueError: a negative count, or a size that does not fit.
     """
+    _check_ints("masks.bigbird", global_blocks=global_blocks, random_blocks=random_blocks, seed=seed)
     if min(global_blocks, random_blocks) < 0:
-        raise ValueError(f"masks.bigbird: global_blocks and random_blocks must not be negative, got {global_blocks} "
-                         f"and {random_blocks}")
+        raise ValueError(f"flash_cuda.masks.bigbird: global_blocks and random_blocks must not be negative, got "
+                         f"{global_blocks} and {random_blocks}; 0 leaves them out")
     mask = local(seqlen_q, seqlen_k, window_blocks, block_size)
     blocks = mask.blocks[0, 0]
     blocks[:global_blocks] = True
@@ -138,17 +148,29 @@ def bigbird(seqlen_q, seqlen_k, *, block_size=(64, 64), window_blocks=1, global_
     return BlockMask(blocks.scatter(1, chosen, True), mask.block_size, seqlen_q, seqlen_k)
 
 
+def _check_ints(where, **values):
+    for name, value in values.items():
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(f"flash_cuda.{where}: {name} must be an int, got {type(value).__name__} {value!r:.40}; "
+                            f"pass a whole number") from None
+
+
 def _check_block_size(where, block_size):
     try:
-        block_q, block_k = map(int, block_size)
+        block_q, block_k = map(operator.index, block_size)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: block_size must be (block_q, block_k), got {block_size!r}") from None
-    if min(block_q, block_k) < 1:
-        raise ValueError(f"{where}: block_size must be at least (1, 1), got {block_size!r}")
+        raise ValueError(f"flash_cuda.{where}: block_size must be two ints (block_q, block_k), got {block_size!r}; "
+                         f"(64, 64) is usual") from None
+    if not 1 <= min(block_q, block_k) <= max(block_q, block_k) < 2**31:
+        wanted = "at least (1, 1)" if min(block_q, block_k) < 1 else "below 2**31"
+        raise ValueError(f"flash_cuda.{where}: block_size must be {wanted}, got {block_size!r}; (64, 64) is usual")
     return block_q, block_k
 
 
 def _block_counts(seqlen_q, seqlen_k, block_size):
     if min(seqlen_q, seqlen_k) < 0:
-        raise ValueError(f"BlockMask: seqlen_q and seqlen_k must not be negative, got {seqlen_q} and {seqlen_k}")
+        raise ValueError(f"flash_cuda.BlockMask: seqlen_q and seqlen_k must not be negative, got {seqlen_q} and "
+                         f"{seqlen_k}; pass the lengths of q and k")
     return math.ceil(seqlen_q / block_size[0]), math.ceil(seqlen_k / block_size[1])

@@ -28,20 +28,26 @@ def merge(out1, lse1, out2, lse2, *, layout="bshd"):
         TypeError: dtypes that differ, or an LSE that is neither float32 nor float64.
     """
     if layout not in ("bshd", "bhsd"):
-        raise ValueError(f'flash_cuda.merge: layout must be "bshd" or "bhsd", got {layout!r}')
+        raise ValueError(f'flash_cuda.merge: layout must be "bshd" or "bhsd", got {layout!r}; pass one of them')
+    for name, tensor in (("out1", out1), ("lse1", lse1), ("out2", out2), ("lse2", lse2)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"flash_cuda.merge: {name} must be a float tensor, got {got}; pass what "
+                            f"attention(..., return_lse=True) returned")
     if out1.dim() not in (3, 4):
-        raise ValueError(f"flash_cuda.merge: out1 must have 4 dimensions, or 3 when packed, got {tuple(out1.shape)}")
+        raise ValueError(f"flash_cuda.merge: out1 must have 4 dimensions, or 3 when packed, got {tuple(out1.shape)}; "
+                         f"pass what attention(..., return_lse=True) returned")
     heads_last = layout == "bshd" or out1.dim() == 3
     lse_shape = (*out1.shape[:-3], *((out1.shape[-2], out1.shape[-3]) if heads_last else out1.shape[-3:-1]))
     for name, tensor, shape, dtype in (("out2", out2, out1.shape, out1.dtype), ("lse1", lse1, lse_shape, lse1.dtype),
                                        ("lse2", lse2, lse_shape, lse1.dtype)):
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"flash_cuda.merge: {name} must have shape {tuple(shape)} beside out1 of "
-                             f"{tuple(out1.shape)}, got {tuple(tensor.shape)}")
+                             f"{tuple(out1.shape)}, got {tuple(tensor.shape)}; both parts need the same queries")
         if tensor.dtype != dtype:
-            raise TypeError(f"flash_cuda.merge: {name} must be {dtype}, got {tensor.dtype}")
+            raise TypeError(f"flash_cuda.merge: {name} must be {dtype}, got {tensor.dtype}; convert it with .to()")
     if lse1.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"flash_cuda.merge: lse1 must be float32 or float64, got {lse1.dtype}")
+        raise TypeError(f"flash_cuda.merge: lse1 must be float32 or float64, got {lse1.dtype}; convert it with .float()")
 
     larger = torch.maximum(lse1, lse2).detach()
     larger = larger.masked_fill(larger == -math.inf, 0)

@@ -65,7 +65,7 @@ def scaled(gradient):
 WRONG = {
     "sees the future": lambda true: lambda q, k, v: flash_cuda.attention(q, k, v),
     "no ALiBi": lambda true: lambda q, k, v: flash_cuda.attention(q, k, v, causal=True),
-    "a wrong scale": lambda true: lambda q, k, v: true(q * 1.1, k, v),
+    "a wrong scale": lambda true: lambda q, k, v: true(q * 3, k, v),
     "a wrong output": lambda true: lambda q, k, v: true(q, k, v) * 1.1,
     "a wrong dV": lambda true: lambda q, k, v: true(q, k, scaled(1.1)(v)),
     "a wrong dQ": lambda true: lambda q, k, v: true(scaled(0.0)(q), k, v),

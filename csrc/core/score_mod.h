@@ -44,7 +44,7 @@ struct ScoreMod {
                         ? T(0)
                         : static_cast<const T*>(p.alibi_slopes)[batch * p.alibi_batch_stride + head];
     m.diagonal = band.diagonal;
-    m.in_use = p.softcap != 0 || p.alibi_slopes != nullptr || p.bias != nullptr || p.softmax_scale == 0;
+    m.in_use = p.softcap != 0 || p.alibi_slopes != nullptr || p.bias != nullptr || m.scale == T(0);
     return m;
   }
 

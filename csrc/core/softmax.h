@@ -74,6 +74,7 @@ FLASH_HD T lse_of(T row_max, T row_sum, T scale) {
 template <class T>
 FLASH_HD T join_sink(T lse, T sink) {
   if (lse == neg_infinity<T>() || sink == neg_infinity<T>()) return lse;
+  if (sink != sink) return sink;  // NaN, which the comparisons below would lose
   const T high = max_of(lse, sink), low = min_of(lse, sink);
   return high + static_cast<T>(log1p(exp(low - high)));
 }

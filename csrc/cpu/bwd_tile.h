@@ -98,7 +98,9 @@ struct BwdBuffers {
     for (int64_t i = 0; i < row_count; ++i) {
       A* prob = acc_p + i * s_stride;
       for (int64_t j = 0; j < padded; ++j) {
-        const A e = exp2_of((prob[j] * natural - lse[i]) * static_cast<A>(kLog2e));
+        // P is at most 1. Where scores are so large that rounding LSE moves it by more than log(row_sum), this bounds P.
+        const A above = prob[j] * natural - lse[i];
+        const A e = exp2_of((above > A(0) ? A(0) : above) * static_cast<A>(kLog2e));
         prob[j] = prob[j] == neg_infinity<A>() ? A(0) : e;  // also where lse is NaN, from a key that the row does see
       }
     }

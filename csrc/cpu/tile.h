@@ -146,13 +146,23 @@ void transpose_tile(const A* tile, int64_t tile_stride, int64_t count, int64_t h
 
 // ---- [4b] score_mod and mask
 
+// A finite double that float cannot hold becomes the largest float, not an infinity: that would mask.
+template <class A, class X>
+FLASH_HD A narrowed(X x) {
+  if constexpr (sizeof(X) > sizeof(A)) {
+    constexpr X kLargest = std::numeric_limits<A>::max();
+    if (x - x == X(0)) x = max_of(min_of(x, kLargest), -kLargest);
+  }
+  return static_cast<A>(x);
+}
+
 // One row of the bias in the accumulation type.
 template <class A>
 void load_bias(const Head<A>& h, int64_t row, Range cols, A* out) {
   const int64_t first = row * h.bias_row_stride + cols.begin * h.bias_col_stride, step = h.bias_col_stride;
   const int64_t count = cols.end - cols.begin;
   const auto read = [&](auto* typed) {
-    for (int64_t j = 0; j < count; ++j) out[j] = static_cast<A>(to_accum(typed[first + j * step]));
+    for (int64_t j = 0; j < count; ++j) out[j] = narrowed<A>(to_accum(typed[first + j * step]));
   };
   switch (h.bias_dtype) {
     case DType::kFloat32: return read(reinterpret_cast<const float*>(h.bias));

@@ -133,7 +133,7 @@ Out2 fwd_autograd(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_OPTIO
   const Options o{FLASH_OPTION_ARGS};
   TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && wants_grad(alibi_slopes)), o.caller(),
                     ": alibi_slopes must not require a gradient, got requires_grad=True; pass alibi_slopes.detach()");
-  if (!any_needs_grad(o, q, k, v, bias, sinks)) {
+  if (!any_needs_grad(o, q, k, v, bias, sinks, alibi_slopes)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_fwd(q, k, v, o);
   }
@@ -164,7 +164,7 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
 Out5 bwd_autograd(const Tensor& dout, const OptTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
                   const Tensor& out, const Tensor& lse, FLASH_OPTION_PARAMS, std::array<bool, 5> output_mask) {
   const Options o{FLASH_OPTION_ARGS};
-  if (!any_needs_grad(o, dout, dlse, q, k, v, out, lse, bias, sinks)) {
+  if (!any_needs_grad(o, dout, dlse, q, k, v, out, lse, bias, sinks, alibi_slopes)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_bwd(dout, dlse, q, k, v, out, lse, o, output_mask);
   }

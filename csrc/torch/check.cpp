@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <string>
@@ -77,12 +78,15 @@ void check_sizes(const char* caller, const Sizes& s, const Tensor& q, const Tens
           "; drop the empty call");
 }
 
-void check_scalars(const char* caller, const Options& o, const Sizes& s) {
-  REQUIRE(!o.softmax_scale || (std::isfinite(*o.softmax_scale) && *o.softmax_scale >= 0),
-          "softmax_scale must be finite and not negative, got ", *o.softmax_scale,
+void check_scalars(const char* caller, const Options& o, const Sizes& s, at::ScalarType dtype) {
+  // As the kernels will see it: float32 has no 1e39, and its 1e-50 is 0, which would turn a cap off.
+  const auto seen = [dtype](double x) { return dtype == at::kDouble ? x : static_cast<double>(static_cast<float>(x)); };
+  const auto note = [&](double x) { return std::isfinite(x) && x > 0 ? c10::str(" (", seen(x), " in float32)") : ""; };
+  REQUIRE(!o.softmax_scale || (std::isfinite(seen(*o.softmax_scale)) && *o.softmax_scale >= 0),
+          "softmax_scale must be finite and not negative, got ", *o.softmax_scale, note(*o.softmax_scale),
           "; pass None for 1 / sqrt(head_dim)");
-  REQUIRE(std::isfinite(o.softcap) && o.softcap >= 0, "softcap must be finite and not negative, got ", o.softcap,
-          "; 0.0 turns it off");
+  REQUIRE(std::isfinite(seen(o.softcap)) && o.softcap >= 0 && (o.softcap == 0 || seen(o.softcap) > 0),
+          "softcap must be finite and not negative, got ", o.softcap, note(o.softcap), "; 0.0 turns it off");
   REQUIRE(o.causal >= 0 && o.causal <= 2, "causal must be 0 (off), 1 (bottom right) or 2 (top left), got ", o.causal,
           "; pass one of them");
   REQUIRE(o.version >= 1 && o.version <= 3, "version must be 1, 2 or 3, got ", o.version,
@@ -229,12 +233,16 @@ Sizes check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Options
   }
   s.window_left = o.window_left.guard_int(__FILE__, __LINE__);
   s.window_right = o.window_right.guard_int(__FILE__, __LINE__);
-  check_scalars(caller, o, s);
+  check_scalars(caller, o, s, q.scalar_type());
   s.softmax_scale = o.softmax_scale ? *o.softmax_scale : 1.0 / std::sqrt(static_cast<double>(s.head_dim));
   check_dropout(caller, o.dropout_p, o.dropout_seed, q.device());
   if (o.bias) check_bias(caller, *o.bias, s, q.device());
   check_head_vectors(caller, o, s, q.device());
   if (o.block_mask) check_block_mask(caller, o, s, q.device());
+  if (s.packed) {  // "or more" may be far more than there is: no sequence is longer than all of them together
+    s.seqlen_q = std::min(s.seqlen_q, s.total_q);
+    s.seqlen_k = std::min(s.seqlen_k, s.total_k);
+  }
   return s;
 }
 
