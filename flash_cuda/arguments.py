@@ -54,9 +54,9 @@ def window_sides(window_size: tuple[int | None, int | None], name: str) -> tuple
 def _window_side(side: int | None, window_size: tuple, name: str) -> int:
     if side is None:
         return -1
-    if not isinstance(side, int):
+    if type(side) is not int:
         try:
-            side = operator.index(side)
+            side = operator.index(None if isinstance(side, bool) else side)
         except TypeError:
             raise TypeError(
                 f"flash_cuda.{name}: window_size must hold int or None, got {shown(side)}; None leaves a side unbounded"
@@ -127,6 +127,10 @@ def type_problem(name: str, given: dict[str, object]) -> str | None:
             return _tensor_wanted(name, argument, value)
         if argument in _OPTIONAL_TENSORS and not (value is None or isinstance(value, torch.Tensor)):
             return wanted(argument, "a torch.Tensor or None", "convert it with torch.as_tensor")
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized or value.layout != torch.strided):
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else f"{value.layout}"
+            fix = "attention_varlen takes sequences of different lengths" if value.is_nested else "make it dense"
+            return f"flash_cuda.{name}: {argument} must be a plain strided tensor, got a {kind} one; {fix}"
         if argument in _LENGTHS and not (isinstance(value, numbers.Integral) and abs(value) < LARGEST):
             return wanted(argument, "an int below 2**62", "pass the longest length, such as int(lengths.max())")
         if argument == "softmax_scale" and not (value is None or _fits_a_float(value)):

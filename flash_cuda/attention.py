@@ -178,7 +178,7 @@ def _run(
             q, k, v, softmax_scale, causal_code, left, right, softcap, code, max_seqlen_q, max_seqlen_k, dropout_p,
             seed, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic,
         )  # fmt: skip
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, NotImplementedError):
         problem = arguments.type_problem(name, locals())
         if problem is None:
             raise
@@ -214,16 +214,23 @@ def dropout_mask(
         bool (batch, heads, seqlen_q, seqlen_k), True where the weight is kept.
     """
     for argument, value in (("batch", batch), ("heads", heads), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if not isinstance(value, (int, torch.SymInt)):
+        if not isinstance(value, (int, torch.SymInt)) or value >= arguments.LARGEST:
             raise TypeError(
-                f"flash_cuda.dropout_mask: {argument} must be an int, got {arguments.shown(value)}; pass a size"
+                f"flash_cuda.dropout_mask: {argument} must be an int below 2**62, got {arguments.shown(value)};"
+                " pass a size"
             )
     problem = arguments.type_problem("dropout_mask", {"dropout_p": dropout_p})
     if problem is None and not (seed is None or isinstance(seed, torch.Tensor)):
         problem = f"flash_cuda.dropout_mask: seed must be a tensor or None, got {arguments.shown(seed)}; pass two int64"
     if problem is not None:
         raise TypeError(problem)
-    device = torch.device(device) if device is not None else torch.device("cpu") if seed is None else seed.device
+    try:
+        device = torch.device(device if device is not None else "cpu" if seed is None else seed.device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"flash_cuda.dropout_mask: device must be a torch.device or its name, got {arguments.shown(device)};"
+            ' pass "cpu" or "cuda"'
+        ) from None
     if device.type == "cuda" and not _C.cuda_built():
         raise NotImplementedError(
             f"flash_cuda.dropout_mask: no kernel for {device}: this build is for CPU only"

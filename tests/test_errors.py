@@ -57,8 +57,11 @@ BAD = [
     ("q", None, TypeError, "q must be a torch.Tensor, got NoneType None"),
     ("q", [[1.0]], TypeError, "q must be a torch.Tensor, got list"),
     ("q", torch.randint(9, (B, SQ, H, D)), TypeError, "q must be float32, bfloat16, .* got torch.int64"),
-    ("q", torch.randn(B, SQ, H, D, dtype=torch.complex64), TypeError, "q must be float32, .* got ComplexFloat"),
-    ("q", torch.randn(B, SQ, 3, D), ValueError, r"heads of q must be a multiple of the heads of k, 2, got 3; .*bhsd"),
+    ("q", torch.randn(B, SQ, H, D, dtype=torch.complex64), TypeError, "q must be float32, .* got torch.complex64"),
+    ("q", torch.randn(B, SQ, 3, D), ValueError, "heads of q must be a multiple of the heads of k, 2, got 3; .*layout"),
+    ("q", torch.randn(B, SQ, H, D).to_sparse(), TypeError, "q must be a plain strided tensor, got a torch.sparse_coo one"),
+    ("k", torch.nested.nested_tensor([torch.randn(SK, HKV, D)] * B, layout=torch.jagged), TypeError, "k .* nested one"),
+    ("bias", torch.randn(SQ, SK).to_mkldnn(), TypeError, "bias must be a plain strided tensor, got a torch._mkldnn"),
     ("q", torch.randn(B, SQ, H, 0), ValueError, "k must have the head_dim of q, 0, got 8"),
     ("k", torch.randn(SK, HKV, D), ValueError, r"k must have 4 dimensions \(batch, seqlen_k, heads, head_dim\), got 3"),
     ("k", torch.randn(3, SK, HKV, D), ValueError, "k must have the batch size of q, 2, got 3"),
@@ -88,6 +91,7 @@ BAD = [
     ("window_size", 5, TypeError, r"window_size must be None or a pair \(left, right\), got int 5"),
     ("window_size", (1, 2, 3), ValueError, r"window_size must have two sides \(left, right\), got 3"),
     ("window_size", (1.5, 2), TypeError, "window_size must hold int or None, got float 1.5"),
+    ("window_size", (True, 2), TypeError, "window_size must hold int or None, got bool True"),
     ("window_size", ("a", 2), TypeError, "window_size must hold int or None, got str 'a'"),
     ("softcap", NAN, ValueError, "softcap must be finite and not negative, got nan"),
     ("softcap", INF, ValueError, "softcap must be finite and not negative, got inf"),
@@ -193,13 +197,15 @@ def test_bad_packed_argument(argument, value, error, pattern):
 
 BAD_MASK = [
     ("batch", -1, ValueError, "batch must not be negative, got -1"),
-    ("heads", 1.5, TypeError, "heads must be an int, got float 1.5"),
-    ("seqlen_k", "7", TypeError, "seqlen_k must be an int, got str '7'"),
+    ("heads", 1.5, TypeError, "heads must be an int .*, got float 1.5"),
+    ("seqlen_q", 2**70, TypeError, r"seqlen_q must be an int below 2\*\*62, got int"),
+    ("seqlen_k", "7", TypeError, "seqlen_k must be an int .*, got str '7'"),
     ("dropout_p", 1.0, ValueError, r"dropout_p must be in \[0, 1\), got 1"),
     ("dropout_p", None, TypeError, "dropout_p must be a number, got NoneType"),
+    ("device", "warp", ValueError, "device must be a torch.device or its name, got str 'warp'"),
     ("seed", 17, TypeError, "seed must be a tensor or None, got int 17"),
-    ("seed", torch.tensor([1]), ValueError, r"dropout_seed must have shape \(2\), got \(1\)"),
-    ("seed", torch.tensor([1.0, 2.0]), TypeError, "dropout_seed must be torch.int64, got torch.float32"),
+    ("seed", torch.tensor([1]), ValueError, r"seed must have shape \(2\), got \(1\)"),
+    ("seed", torch.tensor([1.0, 2.0]), TypeError, "seed must be torch.int64, got torch.float32"),
 ]
 
 

@@ -17,19 +17,7 @@ namespace flash::binding {
 
 namespace {
 
-std::string dtype_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return "torch.float32";
-    case at::kBFloat16: return "torch.bfloat16";
-    case at::kHalf: return "torch.float16";
-    case at::kDouble: return "torch.float64";
-    case at::kInt: return "torch.int32";
-    case at::kLong: return "torch.int64";
-    case at::kByte: return "torch.uint8";
-    case at::kBool: return "torch.bool";
-    default: return c10::toString(type);
-  }
-}
+std::string dtype_name(at::ScalarType type) { return c10::str("torch.", c10::getDtypeNames(type).first); }
 
 void check_device(const char* caller, const char* name, const Tensor& t, c10::Device device) {
   REQUIRE(t.device() == device, name, " must be on ", device, " like q, got ", t.device(),
@@ -73,7 +61,7 @@ void check_sizes(const char* caller, const Sizes& s, const Tensor& q, const Tens
   check_same(-1, "head_dim");
   REQUIRE(s.heads_kv == 0 ? s.heads == 0 : s.heads % s.heads_kv == 0,
           "the heads of q must be a multiple of the heads of k, ", s.heads_kv, ", got ", s.heads,
-          "; if heads and sequence look swapped, pass layout=\"bhsd\"");
+          "; if heads and sequence are swapped, see the argument layout");
   REQUIRE(s.head_dim > 0 || q.numel() + s.total_q + s.total_k == 0, "q must have a head_dim of at least 1, got 0",
           "; drop the empty call");
 }
@@ -189,17 +177,17 @@ std::string dtype_of(const Tensor& t) { return dtype_name(t.scalar_type()); }
 
 at::ScalarType accumulation_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
-void check_dropout(const char* caller, double dropout_p, const OptTensor& seed, c10::Device device) {
+void check_dropout(const char* caller, double dropout_p, const OptTensor& seed, c10::Device device, const char* name) {
   REQUIRE(dropout_p >= 0 && dropout_p < 1, "dropout_p must be in [0, 1), got ", dropout_p, "; 0.0 turns it off");
   if (!seed) {
-    REQUIRE(dropout_p == 0, "dropout_seed must be given when dropout_p is not 0, got None; draw two int64");
+    REQUIRE(dropout_p == 0, name, " must be given when dropout_p is not 0, got None; draw two int64");
     return;
   }
-  REQUIRE_TYPE(seed->scalar_type() == at::kLong, "dropout_seed must be torch.int64, got ", dtype_of(*seed),
+  REQUIRE_TYPE(seed->scalar_type() == at::kLong, name, " must be torch.int64, got ", dtype_of(*seed),
                "; draw it with torch.randint(-2**63, 2**63 - 1, (2,))");
-  REQUIRE(seed->dim() == 1 && seed->size(0) == 2, "dropout_seed must have shape (2), got ", shape_of(*seed),
+  REQUIRE(seed->dim() == 1 && seed->size(0) == 2, name, " must have shape (2), got ", shape_of(*seed),
           "; draw two int64");
-  check_device(caller, "dropout_seed", *seed, device);
+  check_device(caller, name, *seed, device);
 }
 
 Sizes check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o) {

@@ -24,7 +24,8 @@ Sizes check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Options
 // What backward receives beside the arguments of forward.
 void check_bwd(const Sizes& sizes, const Tensor& dout, const OptTensor& dlse, const Tensor& q, const Tensor& out,
                const Tensor& lse, const Options& o, const std::array<bool, 5>& output_mask);
-void check_dropout(const char* caller, double dropout_p, const OptTensor& seed, c10::Device device);
+void check_dropout(const char* caller, double dropout_p, const OptTensor& seed, c10::Device device,
+                   const char* name = "dropout_seed");
 
 bool is_supported_float(const Tensor& t);
 // The dtype of row statistics and sums for inputs of `dtype`.

@@ -26,7 +26,7 @@ DropoutMask::DropoutMask(const Tensor& seed_words, double dropout_p, const c10::
       heads(size_argument("heads", h)),
       seqlen_q(size_argument("seqlen_q", rows)),
       seqlen_k(size_argument("seqlen_k", cols)) {
-  check_dropout("flash_cuda.dropout_mask", dropout_p, seed_words, seed_words.device());
+  check_dropout("flash_cuda.dropout_mask", dropout_p, seed_words, seed_words.device(), "seed");
   seed = seed_words.contiguous();
   keep = at::empty({batch, heads, seqlen_q, seqlen_k}, seed.options().dtype(at::kBool));
 }
