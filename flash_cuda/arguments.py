@@ -114,6 +114,17 @@ def _fits_a_float(value: object) -> bool:
         return False
 
 
+def layout_problem(name: str, argument: str, value: object) -> str | None:
+    """One line on a tensor that is sparse, nested, quantized or the like; None for all else."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not (value.is_nested or value.is_quantized or value.layout != torch.strided):
+        return None
+    kind = "nested" if value.is_nested else "quantized" if value.is_quantized else f"{value.layout}"
+    fix = "attention_varlen takes sequences of different lengths" if value.is_nested else "make it dense"
+    return f"flash_cuda.{name}: {argument} must be a plain strided tensor, got a {kind} one; {fix}"
+
+
 def type_problem(name: str, given: dict[str, object]) -> str | None:
     """One line on the first argument whose Python type is wrong; None when the types are right."""
 
@@ -127,10 +138,8 @@ def type_problem(name: str, given: dict[str, object]) -> str | None:
             return _tensor_wanted(name, argument, value)
         if argument in _OPTIONAL_TENSORS and not (value is None or isinstance(value, torch.Tensor)):
             return wanted(argument, "a torch.Tensor or None", "convert it with torch.as_tensor")
-        if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized or value.layout != torch.strided):
-            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else f"{value.layout}"
-            fix = "attention_varlen takes sequences of different lengths" if value.is_nested else "make it dense"
-            return f"flash_cuda.{name}: {argument} must be a plain strided tensor, got a {kind} one; {fix}"
+        if problem := layout_problem(name, argument, value):
+            return problem
         if argument in _LENGTHS and not (isinstance(value, numbers.Integral) and abs(value) < LARGEST):
             return wanted(argument, "an int below 2**62", "pass the longest length, such as int(lengths.max())")
         if argument == "softmax_scale" and not (value is None or _fits_a_float(value)):

@@ -125,6 +125,8 @@ def explain(
     try:
         if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
             raise TypeError  # in words below
+        if any(arguments.layout_problem(name, key, x) for key, x in locals().items()):
+            raise TypeError
         if layout != "bshd":
             q, k, v = arguments.to_bshd(q, k, v, layout, name)
         sizes, options = _settle(
