@@ -1,4 +1,5 @@
-"""Makes README's benchmark table and its picture from benchmarks/results/cpu.csv: python benchmarks/readme_table.py"""
+"""Makes README's benchmark tables and their pictures, one of each for every benchmarks/results/cpu-*.csv:
+python benchmarks/readme_table.py"""
 
 import itertools
 from pathlib import Path
@@ -6,22 +7,22 @@ from pathlib import Path
 from flash_cuda import bench
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "cpu.csv"
-PICTURE = RESULTS.with_suffix(".png")
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("cpu-*.csv"))
 BEGIN, END = "<!-- benchmark: python benchmarks/readme_table.py -->\n", "<!-- end of benchmark -->"
 SEQLEN = 2048
 
 
-def latest() -> list[bench.Row]:
+def latest(results: Path) -> list[bench.Row]:
     """The rows of the commit that was measured last, at the shapes of the last measurement."""
-    rows = bench.read_csv(RESULTS)
+    rows = bench.read_csv(results)
     last = rows[-1]
     same = ("commit", "cpu", "threads", "torch", "batch", "heads", "head_dim")
     return [row for row in rows if all(getattr(row, name) == getattr(last, name) for name in same)]
 
 
-def render(rows: list[bench.Row]) -> str:
-    """The table in Markdown."""
+def render(results: Path) -> str:
+    """The table in Markdown, and the picture."""
+    rows = latest(results)
     rows = [row for row in rows if row.seqlen == SEQLEN]
     first = rows[0]
     contestants = list(dict.fromkeys((row.version, row.isa) for row in rows))
@@ -37,7 +38,7 @@ def render(rows: list[bench.Row]) -> str:
         shown = [f"{by[c].gflops:.0f} ({by[c].ratio:.1f})" if c in by else "" for c in contestants]
         peer = next(iter(by.values())).torch_gflops
         lines.append(f"| {dtype} {mask} {pass_} | {peer:.0f} | " + " | ".join(shown) + " |")
-    return "\n".join(lines) + f"\n\n![GFLOP/s over sequence length]({PICTURE.relative_to(ROOT)})\n"
+    return "\n".join(lines) + f"\n\n![GFLOP/s over sequence length]({results.with_suffix('.png').relative_to(ROOT)})\n"
 
 
 def splice(readme: str, table: str) -> str:
@@ -46,7 +47,7 @@ def splice(readme: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    rows = latest()
     readme = ROOT / "README.md"
-    readme.write_text(splice(readme.read_text(), render(rows)))
-    bench.plot(rows, str(PICTURE))
+    readme.write_text(splice(readme.read_text(), "\n".join(map(render, RESULTS))))
+    for results in RESULTS:
+        bench.plot(latest(results), str(results.with_suffix(".png")))

@@ -120,6 +120,6 @@ def test_the_benchmark_table_is_that_of_the_results():
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
     readme_table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme_table)
-    rows = readme_table.latest()
-    assert readme_table.splice(README, readme_table.render(rows)) == README
-    assert readme_table.PICTURE.exists()
+    assert readme_table.RESULTS
+    assert readme_table.splice(README, "\n".join(map(readme_table.render, readme_table.RESULTS))) == README
+    assert all(results.with_suffix(".png").exists() for results in readme_table.RESULTS)
