@@ -116,10 +116,12 @@ def test_versions_are_told_truthfully():
         assert ("nowhere yet" in runs) is not version.cpu
 
 
-def test_the_benchmark_table_is_that_of_the_results():
+def test_the_benchmark_tables_are_those_of_the_results():
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
     readme_table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme_table)
-    rows = readme_table.latest()
-    assert readme_table.splice(README, readme_table.render(rows)) == README
+    assert readme_table.splice(README, readme_table.render(readme_table.cpu_rows())) == README
     assert readme_table.PICTURE.exists()
+    if readme_table.GPU_RESULTS.exists():
+        assert readme_table.splice_gpu(README, readme_table.render_gpu(readme_table.gpu_rows())) == README
+        assert readme_table.GPU_PICTURE.exists()
