@@ -68,7 +68,10 @@ struct BwdParams : FwdParams {  // out and lse are inputs here
   TensorView dout, dq, dk, dv;  // dq.ptr null: no gradient for q is wanted; dk.ptr and dv.ptr are null together
   RowView dlse;                 // ptr null: the loss does not use LSE
   RowView delta;                // workspace: rowsum(dout * out) - dlse
-  void* dq_accum;               // workspace, accumulation type: [splits, heads, rows of all sequences, head_dim]
+  void* dq_accum;               // workspace, accumulation type: [splits, heads, rows of all sequences, head_dim];
+                                // CUDA: zeroed by the caller, [heads, dq_tiles_of_head] tiles (fa2/dq_accum.cuh)
+  int64_t dq_tiles_of_head;     // CUDA
+  int32_t* dq_turns;            // CUDA, deterministic: zeroed, [1 + heads * dq_tiles_of_head]; null: in any order
   void* dbias;                  // the sizes of bias, contiguous, bias_dtype
   int64_t dbias_size[4];
   void* dsinks;  // [heads], accumulation type
@@ -79,6 +82,22 @@ struct BwdParams : FwdParams {  // out and lse are inputs here
 // keep[b, h, i, j] = 1 where dropout keeps the element (rule 8); keep is [batch, heads, seqlen_q, seqlen_k], contiguous.
 int launch_dropout_mask(uint8_t* keep, const int64_t* seed, double dropout_p, int64_t batch, int64_t heads,
                         int64_t seqlen_q, int64_t seqlen_k, void* stream);
+
+// What a launch takes.
+struct KernelPlan {
+  int32_t head_dim;          // compiled: the head dim of the call, rounded up
+  int32_t block_m, block_n;  // queries and keys of a tile
+  int32_t threads, smem_bytes;
+  int64_t grid;  // CTAs
+};
+
+// Attention: bf16 and fp16, head_dim a multiple of 8 up to 256, rows and pointers aligned to 16 bytes, masks and windows
+// but none of the pointers to features above. smem_available: shared memory that a CTA may have on the device; a plan
+// that takes more cannot be launched.
+KernelPlan plan_fa2_fwd(const Problem& p);
+KernelPlan plan_fa2_bwd(const Problem& p, int smem_available);
+int launch_fa2_fwd(const FwdParams& p, void* stream);
+int launch_fa2_bwd(const BwdParams& p, int smem_available, void* stream);  // with p.delta as workspace
 
 // delta = rowsum(dout * out) - dlse, from p.out, p.dout, p.dlse into p.delta.
 int launch_bwd_preprocess(const BwdParams& p, void* stream);

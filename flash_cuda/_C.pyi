@@ -14,8 +14,8 @@ class _LastCall(TypedDict):
     tile: tuple[int, int]
     grid: int
     fast_memory_bytes: int
-    bytes_loaded: int
-    bytes_stored: int
+    bytes_loaded: int | None
+    bytes_stored: int | None
     copies: tuple[str, ...]
     threads: int
     dropout_seed: Tensor | None
@@ -139,3 +139,22 @@ def cpu_plan(
     threads: int | None = None,
 ) -> _CpuPlan:
     """The plan that a call of these sizes would run, without any tensor."""
+
+class _CudaPlan(TypedDict):
+    head_dim: int
+    tile: tuple[int, int]
+    threads: int
+    smem_bytes: int
+    grid: int
+
+def cuda_plan(
+    pass_: Literal["forward", "backward"],
+    batch: int = 1,
+    heads: int = 1,
+    heads_kv: int = 1,
+    head_dim: int = 64,
+    seqlen_q: int = 1,
+    seqlen_k: int = 1,
+    smem_available: int = 0,
+) -> _CudaPlan:
+    """What a CUDA kernel of fa2 takes; RuntimeError in a build for CPU only."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Versions that a CPU tensor reaches without asking dispatch, which costs host time; every other name goes there.
 _CPU_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cpu}
+# Dynamo cannot trace dispatch, which asks the driver; a call that a kernel refuses then hears of it when it runs.
+_COMPILED_CUDA_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cuda}
 _SEED_LOW, _SEED_HIGH = -(2**63), 2**63 - 1
 
 
@@ -155,8 +157,13 @@ def _run(
     """Settles what is spelled in Python and calls the op. Every line here is host time of every call."""
     try:
         code = _CPU_CODES.get(version) if q.is_cpu else None
+        if code is None and q.is_cuda and torch.compiler.is_compiling():
+            code = _COMPILED_CUDA_CODES.get(version)
         if code is None:
-            code = dispatch.choose(version, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], name=name)
+            features = dispatch.features_in_use(softcap, alibi_slopes, bias, sinks, block_mask, dropout_p)
+            code = dispatch.choose(
+                version, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], features=features, name=name
+            )
         causal_code = arguments.CAUSAL_CODES.get(causal)
         if causal_code is None:
             raise ValueError(arguments.causal_problem(causal, name))
@@ -248,14 +255,16 @@ class LastCall:
     version: str  # "fa1", "fa2" or "fa3"
     kernel: str  # such as "fa2_fwd_cpu_avx512_bf16"
     device: str
-    isa: str  # instruction set of the CPU kernel
+    isa: str  # instruction set of the CPU kernel; "cuda" on a GPU
     tile: tuple[int, int]  # query rows, key rows
-    grid: int  # tasks of the main phase
-    fast_memory_bytes: int  # what a tile's buffers take
-    bytes_loaded: int  # from the tensors to fast memory, counted tile by tile
-    bytes_stored: int
-    copies: tuple[str, ...]  # arguments that were copied because their last dimension was not contiguous
-    threads: int
+    grid: int  # tasks of the main phase; CTAs on a GPU
+    fast_memory_bytes: int  # what a tile's buffers take; on a GPU the shared memory of a CTA
+    bytes_loaded: int | None  # from the tensors to fast memory, counted tile by tile; None on a GPU
+    bytes_stored: int | None
+    # Arguments that were copied because their last dimension was not contiguous or, on a GPU, because their rows were
+    # not made of whole, aligned groups of 16 bytes.
+    copies: tuple[str, ...]
+    threads: int  # on a GPU those of a CTA
     dropout_seed: torch.Tensor | None
 
 

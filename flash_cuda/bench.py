@@ -1,4 +1,5 @@
-"""`python -m flash_cuda bench`: the CPU schedules against torch's own CPU attention, side by side in one run.
+"""`python -m flash_cuda bench`: the CPU schedules against torch's own CPU attention, side by side in one run. (The CUDA
+kernels: bench_gpu.py.)
 
 Every contestant passes a correctness gate first. Then all of them take turns, so that what else the machine does meets
 all alike; medians are compared, and p20 and p80 say how steady they are.
@@ -6,30 +7,28 @@ all alike; medians are compared, and p20 and p80 say how steady they are.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 import flash_cuda
-from flash_cuda import _C, dispatch, reference
+from flash_cuda import _C, bench_common, dispatch, reference
+from flash_cuda.bench_common import GateError
 
-DTYPES = ("float32", "bfloat16", "float16")
-PASSES = ("forward", "backward")
-MASKS = ("full", "causal")
-CPU_VERSIONS = tuple(v.name for v in dispatch.VERSIONS.values() if v.cpu)
-SEED = 20220527
+DEFAULTS = {
+    "seqlen": [2048], "head_dim": [64], "dtype": bench_common.DTYPES, "mask": bench_common.MASKS,
+    "passes": bench_common.PASSES, "version": tuple(v.name for v in dispatch.VERSIONS.values() if v.cpu),
+    "batch": 1, "heads": 8, "isa": _C.cpu_isas(), "repeat": 7,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,40 +61,6 @@ class Row:
     def key(self) -> tuple:
         """What a new measurement replaces."""
         return tuple(str(getattr(self, field.name)) for field in fields(self)[:13])
-
-
-class GateError(Exception):
-    """A result was wrong, so its time means nothing."""
-
-
-def add_arguments(p, positive: Callable[[str], int]) -> None:
-    p.add_argument("--batch", type=positive, default=1)
-    p.add_argument("--heads", type=positive, default=8)
-    p.add_argument("--seqlen", type=positive, nargs="+", default=[2048], help="one or more; default: 2048")
-    p.add_argument("--head-dim", type=positive, default=64)
-    p.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
-    p.add_argument("--mask", choices=MASKS, nargs="+", default=MASKS)
-    p.add_argument("--pass", dest="passes", choices=PASSES, nargs="+", default=PASSES)
-    p.add_argument("--version", choices=CPU_VERSIONS, nargs="+", default=CPU_VERSIONS)
-    p.add_argument("--isa", choices=_C.cpu_isas(), nargs="+", default=_C.cpu_isas(), help="default: all that run here")
-    p.add_argument("--repeat", type=positive, default=7, help="turns of every contestant; default: 7")
-    p.add_argument("--csv", help="write the rows to this file; rows of the same commit, machine and shape are replaced")
-    p.add_argument("--plot", help="save GFLOP/s over sequence length to this picture")
-
-
-def commit() -> str:
-    """The commit of the source folder, with + when its code differs; the version where there is no such folder."""
-
-    def git(*words):
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", ":/csrc", ":/flash_cuda")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return flash_cuda.__version__
 
 
 def cpu_name() -> str:
@@ -139,8 +104,7 @@ class Contestant:
 
     def quantiles(self) -> tuple[float, float, float]:
         """Median, p20 and p80 in milliseconds."""
-        ms = sorted(1e3 * s for s in self.seconds)
-        return statistics.median(ms), ms[round(0.2 * (len(ms) - 1))], ms[round(0.8 * (len(ms) - 1))]
+        return bench_common.quantiles([1e3 * s for s in self.seconds])
 
 
 def exact(inputs: tuple[torch.Tensor, ...], causal: bool, heads: list[int]) -> dict[str, list[torch.Tensor]]:
@@ -152,14 +116,14 @@ def exact(inputs: tuple[torch.Tensor, ...], causal: bool, heads: list[int]) -> d
 
 
 def gate(contestants: list[Contestant], pass_: str, truth: list[torch.Tensor], heads: list[int]) -> None:
-    """Each error is at most four times torch's in the same dtype plus four roundings of the largest exact value. That
-    is wider than what the tests ask: a result that is right must not stop a benchmark on a few last bits."""
+    """Raises when an error is larger than `bench_common.allowed_error`."""
     peer, *ours = contestants
     torch_results = peer.turn(pass_)
     for c in ours:
         for i, (result, by_torch, want) in enumerate(zip(c.turn(pass_), torch_results, truth, strict=True)):
             error, torch_error = ((x[:, :, heads].double() - want).abs().max().item() for x in (result, by_torch))
-            allowed = 4 * torch_error + 4 * torch.finfo(result.dtype).eps * want.abs().max().item()
+            eps = torch.finfo(result.dtype).eps
+            allowed = bench_common.allowed_error(torch_error, eps, want.abs().max().item())
             if not error <= allowed:
                 what = "out" if pass_ == "forward" else ("dq", "dk", "dv")[i]
                 case = f"{str(result.dtype).removeprefix('torch.')} {'causal' if c.causal else 'full'}"
@@ -172,17 +136,18 @@ def gate(contestants: list[Contestant], pass_: str, truth: list[torch.Tensor], h
 def measure(args, console: Console) -> list[Row]:
     before = _C.cpu_isa()
     cells = list(itertools.product(args.seqlen, args.dtype, args.mask, args.passes))
+    (head_dim,) = args.head_dim
     pairs = list(itertools.product(args.version, args.isa))
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    origin = {"commit": commit(), "cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    origin = {"commit": args.commit or bench_common.commit(), "cpu": cpu_name(), "threads": torch.get_num_threads(),
+              "torch": torch.__version__}  # fmt: skip
     rows = []
     try:
-        with Progress(*columns, console=console) as progress:
+        with Progress(*bench_common.PROGRESS, console=console) as progress:
             task = progress.add_task("", total=len(cells) * (args.repeat + 1))
             for seqlen, dtype, mask, pass_ in cells:
-                shape = (args.batch, seqlen, args.heads, args.head_dim)
+                shape = (args.batch, seqlen, args.heads, head_dim)
                 progress.update(task, description=f"seqlen {seqlen} {dtype} {mask} {pass_}")
-                generator = torch.Generator().manual_seed(SEED)
+                generator = torch.Generator().manual_seed(bench_common.SEED)
                 inputs = tuple(torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in range(4))
                 causal = mask == "causal"
                 contestants = [Contestant("torch", "", inputs, causal)]
@@ -197,7 +162,7 @@ def measure(args, console: Console) -> list[Row]:
                         c.turn(pass_)
                     progress.advance(task)
                 about = origin | {"dtype": dtype, "mask": mask, "pass_": pass_, "batch": args.batch,
-                                  "heads": args.heads, "seqlen": seqlen, "head_dim": args.head_dim}  # fmt: skip
+                                  "heads": args.heads, "seqlen": seqlen, "head_dim": head_dim}  # fmt: skip
                 rows += compare(contestants, about)
     finally:
         _C.set_cpu_isa(before)
@@ -205,8 +170,8 @@ def measure(args, console: Console) -> list[Row]:
 
 
 def compare(contestants: list[Contestant], about: dict) -> list[Row]:
-    flop = 4 * about["batch"] * about["heads"] * about["seqlen"] ** 2 * about["head_dim"]
-    flop *= (2.5 if about["pass_"] == "backward" else 1) * (0.5 if about["mask"] == "causal" else 1)
+    names = ("pass_", "mask", "batch", "heads", "seqlen", "head_dim")
+    flop = bench_common.flop(*(about[name] for name in names))
     peer, *ours = contestants
     torch_ms, torch_p20, torch_p80 = peer.quantiles()
     rows = []
@@ -215,8 +180,8 @@ def compare(contestants: list[Contestant], about: dict) -> list[Row]:
         times = {"ms": ms, "ms_p20": p20, "ms_p80": p80, "torch_ms": torch_ms, "torch_ms_p20": torch_p20,
                  "torch_ms_p80": torch_p80, "gflops": flop / ms / 1e6, "torch_gflops": flop / torch_ms / 1e6,
                  "ratio": torch_ms / ms}  # fmt: skip
-        times = {name: float(f"{x:.5g}") for name, x in times.items()}  # more digits would be noise
-        rows.append(Row(**about, version=c.version, isa=c.isa, **times))
+        rounded = {name: bench_common.rounded(x) for name, x in times.items()}
+        rows.append(Row(**about, version=c.version, isa=c.isa, **rounded))
     return rows
 
 
@@ -267,20 +232,7 @@ def table(rows: list[Row]) -> Table:
 
 def read_csv(path: str | Path) -> list[Row]:
     """The rows of a result file."""
-    types = {field.name: {"int": int, "float": float}.get(field.type, str) for field in fields(Row)}
-    with open(path, newline="") as file:
-        return [Row(**{name: types[name](text) for name, text in line.items()}) for line in csv.DictReader(file)]
-
-
-def write_csv(path: str | Path, rows: list[Row]) -> None:
-    """Add the rows to the file; they replace those of the same commit, machine and shape."""
-    path = Path(path)
-    kept = {row.key(): row for row in (read_csv(path) if path.exists() else []) + rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in kept.values())
+    return bench_common.read_csv(path, Row)
 
 
 def plot(rows: list[Row], path: str) -> None:
@@ -316,6 +268,12 @@ def plot(rows: list[Row], path: str) -> None:
 
 
 def main(args, console: Console) -> int:
+    bench_common.settle(args, DEFAULTS)
+    if len(args.head_dim) > 1:
+        raise ValueError(f"flash_cuda.bench: --head-dim takes one size on a cpu, got {args.head_dim}; name one of them")
+    for version in args.version:
+        device, dtype = torch.device("cpu"), torch.float32
+        dispatch.choose(version, device=device, dtype=dtype, head_dim=args.head_dim[0], name="bench")
     try:
         rows = measure(args, console)
     except GateError as error:
@@ -328,7 +286,7 @@ def main(args, console: Console) -> int:
         f"torch's scaled_dot_product_attention {peer:.2f} us"
     )
     if args.csv:
-        write_csv(args.csv, rows)
+        bench_common.write_csv(args.csv, rows)
         console.print(f"rows: {args.csv}")
     if args.plot:
         plot(rows, args.plot)

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import flash_cuda
-from flash_cuda import _C, bench, demo, demo_report, dispatch
+from flash_cuda import _C, bench, bench_common, bench_gpu, demo, demo_report, dispatch
 from flash_cuda.explain import explain
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -65,9 +65,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", default="flash_cuda_demo.png", help="the picture; default: %(default)s")
     p.set_defaults(run=_demo)
 
-    p = commands.add_parser("bench", help="time the CPU schedules against torch's own attention")
-    bench.add_arguments(p, _positive)
-    p.set_defaults(run=bench.main)
+    p = commands.add_parser("bench", help="time the CPU schedules or the CUDA kernels against torch's own attention")
+    bench_common.add_arguments(p, _positive)
+    p.set_defaults(run=_bench)
 
     p = commands.add_parser("explain", help="what would run for these shapes, why not the others, and at what cost")
     p.add_argument("--batch", type=_positive, default=1)
@@ -91,6 +91,10 @@ def parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace, console: Console) -> int:
     settings = {name: value for name, value in vars(args).items() if name not in ("run", "command")}
     return demo.main(demo.Settings(**settings), console)
+
+
+def _bench(args: argparse.Namespace, console: Console) -> int:
+    return (bench_gpu if args.device == "cuda" else bench).main(args, console)
 
 
 def _explain(args: argparse.Namespace, console: Console) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ class Version:
     title: str
     paper: str
     cpu: bool  # whether its schedule also runs on a CPU
+    cuda: bool  # whether it has CUDA kernels in this release
     capability: tuple[int, int]  # the oldest CUDA compute capability that it is written for
 
 
@@ -29,20 +31,22 @@ VERSIONS: dict[str, Version] = {
     for v in (
         Version(
             "fa1", 1, "key blocks outside; O, row_max and row_sum are revisited",
-            "FlashAttention (Dao et al. 2022), Algorithm 1 and 4", True, (8, 0),
+            "FlashAttention (Dao et al. 2022), Algorithm 1 and 4", True, False, (8, 0),
         ),
         Version(
             "fa2", 2, "query blocks outside; O stays in fast memory and is rescaled once, at the end",
-            "FlashAttention-2 (Dao 2023), section 3.1 to 3.3", True, (8, 0),
+            "FlashAttention-2 (Dao 2023), section 3.1 to 3.3", True, True, (8, 0),
         ),
         Version(
             "fa3", 3, "warp-specialised: TMA loads, asynchronous wgmma, softmax under matrix products",
-            "FlashAttention-3 (Shah et al. 2024), section 3", False, (9, 0),
+            "FlashAttention-3 (Shah et al. 2024), section 3", False, False, (9, 0),
         ),
     )
 }  # fmt: skip
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+CUDA_LARGEST_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,25 @@ class Reason:
         return f"{self.rule}, got {self.value}; {self.fix}"
 
 
-def reasons(version: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Reason]:
-    """Every reason why `version` cannot run tensors like these; an empty list means that it runs."""
+def features_in_use(softcap, alibi_slopes, bias, sinks, block_mask, dropout_p) -> tuple[str, ...]:
+    """The arguments of a call that no CUDA kernel takes yet."""
+    if softcap == 0 and dropout_p == 0 and alibi_slopes is bias is sinks is block_mask is None:
+        return ()
+    given = {"softcap": softcap != 0, "alibi_slopes": alibi_slopes is not None, "bias": bias is not None,
+             "sinks": sinks is not None, "block_mask": block_mask is not None, "dropout_p": dropout_p != 0}  # fmt: skip
+    return tuple(name for name, is_given in given.items() if is_given)
+
+
+def reasons(
+    version: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...] = ()
+) -> list[Reason]:
+    """Every reason why `version` cannot run a call like this; an empty list means that it runs.
+
+    features: the arguments in use that not every kernel takes, as `features_in_use` tells.
+    """
     v = VERSIONS[version]
     if device.type == "cuda":
-        return _cuda_reasons(v, device)
+        return _cuda_reasons(v, device, dtype, head_dim, features)
     found = []
     if device.type not in ("cpu", "meta"):
         found.append(Reason("input", f"{v.name} runs on cpu tensors", f"{device.type}", "move q, k and v to the CPU"))
@@ -79,11 +97,15 @@ def reasons(version: str, *, device: torch.device, dtype: torch.dtype, head_dim:
     return found
 
 
-def _cuda_reasons(v: Version, device: torch.device) -> list[Reason]:
-    found = [
-        Reason("here", f"{v.name} needs an attention kernel for CUDA tensors", "a release that has none yet",
-               "move q, k and v to the CPU")
-    ]  # fmt: skip
+def _cuda_reasons(
+    v: Version, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...]
+) -> list[Reason]:
+    found = []
+    if not v.cuda:
+        found.append(
+            Reason("here", f"{v.name} needs an attention kernel for CUDA tensors", "a release that has none yet",
+                   'use version="fa2"')
+        )  # fmt: skip
     if not _C.cuda_built():
         found.append(
             Reason("here", f"{v.name} needs CUDA kernels in the build",
@@ -96,7 +118,32 @@ def _cuda_reasons(v: Version, device: torch.device) -> list[Reason]:
             Reason("here", f"{v.name} needs compute capability {_dotted(v.capability)} or newer", _dotted(capability),
                    "name an older version")
         )  # fmt: skip
+    elif capability is not None and _C.cuda_built() and 1 <= head_dim <= CUDA_LARGEST_HEAD_DIM:
+        needs, has = _C.cuda_plan("forward", head_dim=head_dim)["smem_bytes"], shared_memory(device)
+        if needs > has:
+            found.append(
+                Reason("here", f"{v.name} needs {needs} bytes of shared memory for a head_dim of {head_dim}", f"{has}",
+                       "use a smaller head_dim")
+            )  # fmt: skip
+    if dtype not in CUDA_DTYPES:
+        allowed = " and ".join(str(d).removeprefix("torch.") for d in CUDA_DTYPES)
+        found.append(Reason("input", f"{v.name} takes {allowed} on CUDA", f"{dtype}", "convert q, k and v with .to()"))
+    if not 1 <= head_dim <= CUDA_LARGEST_HEAD_DIM:
+        found.append(
+            Reason("input", f"{v.name} takes a head_dim of 1 to {CUDA_LARGEST_HEAD_DIM} on CUDA", f"{head_dim}",
+                   "split the heads")
+        )  # fmt: skip
+    if features:
+        found.append(
+            Reason("input", f"{v.name} takes masks and windows but no other feature on CUDA yet", ", ".join(features),
+                   "leave them out, or move the call to the CPU")
+        )  # fmt: skip
     return found
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that a CTA may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -108,17 +155,22 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     return ("fa3", "fa2") if device.type == "cuda" else ("fa2",)
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(
-    version: str | None, *, device: torch.device, dtype: torch.dtype, head_dim: int, name: str = "attention"
-) -> int:
-    """The code of the version that runs the call; raises with every reason when none does. Nothing falls back."""
+    version: str | None, *, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...] = (),
+    name: str = "attention",
+) -> int:  # fmt: skip
+    """The code of the version that runs the call; raises with every reason when none does. Nothing falls back.
+
+    Answers are kept: the same call asks again and again, and asking the driver costs host time.
+    """
     if version is not None and version not in VERSIONS:
         known = ", ".join(repr(n) for n in VERSIONS)
         error = ValueError if isinstance(version, str) else TypeError
         raise error(f"flash_cuda.{name}: version must be None or one of {known}, got {version!r}; name one of them")
     refused = {}
     for candidate in candidates(device) if version is None else (version,):
-        refused[candidate] = reasons(candidate, device=device, dtype=dtype, head_dim=head_dim)
+        refused[candidate] = reasons(candidate, device=device, dtype=dtype, head_dim=head_dim, features=features)
         if not refused[candidate]:
             return VERSIONS[candidate].code
     why = " | ".join(str(reason) for all_of_it in refused.values() for reason in all_of_it)

@@ -60,7 +60,7 @@ class Plan:
     call: str  # the shapes in words
     asked: str | None  # the version argument
     selected: str | None  # the version that would run; None: the call would raise
-    copies: tuple[str, ...]  # arguments that would be copied, because their last dimension is not contiguous
+    copies: tuple[str, ...]  # arguments that would be copied, as in `LastCall`
     workload: traffic.Workload  # what decides bytes and FLOPs
     versions: Mapping[str, VersionPlan]
 
@@ -135,6 +135,7 @@ def explain(
         )  # fmt: skip
         if version is not None and version not in dispatch.VERSIONS:
             dispatch.choose(version, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], name=name)  # raises
+        features = dispatch.features_in_use(softcap, alibi_slopes, bias, sinks, block_mask, dropout_p)
     except (AttributeError, TypeError):
         # The checks in C++ come first, as in attention: they say more about a tensor than its type.
         given = {key: x for key, x in locals().items() if packed or not key.startswith("cu_seqlens")}
@@ -148,13 +149,13 @@ def explain(
     want = traffic.Gradients(
         dq="q" in needs, dkv=bool(needs & {"k", "v"}), dbias="bias" in needs, dsinks="sinks" in needs
     )
-    versions = {v: _explain_version(v, q, sizes, options, work, want, block_mask) for v in dispatch.VERSIONS}
+    versions = {v: _explain_version(v, q, sizes, options, work, want, block_mask, features) for v in dispatch.VERSIONS}
     tried = dispatch.candidates(q.device) if version is None else (version,)
     return Plan(
         call=_in_words(q, sizes, work),
         asked=version,
         selected=next((v for v in tried if versions[v].status == RUNS), None),
-        copies=tuple(n for n, x in (("q", q), ("k", k), ("v", v)) if x.shape[-1] > 1 and x.stride(-1) != 1),
+        copies=tuple(n for n, x in (("q", q), ("k", k), ("v", v)) if _is_copied(x)),
         workload=work,
         versions=versions,
     )
@@ -215,9 +216,21 @@ def _bias_traffic(bias: torch.Tensor) -> traffic.Bias:
     return traffic.Bias(bias.numel(), bias.element_size(), by_row, by_col)
 
 
-def _explain_version(version, q, sizes, options, work, want, block_mask) -> VersionPlan:
+def _is_copied(x: torch.Tensor) -> bool:
+    """As unit_stride (CPU) and aligned_rows (CUDA) of csrc/torch decide."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return True
+    if not x.is_cuda:
+        return False
+    whole = all(x.stride(d) % 8 == 0 for d in range(x.dim() - 1) if x.shape[d] > 1)
+    return not (x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and whole)
+
+
+def _explain_version(version, q, sizes, options, work, want, block_mask, features) -> VersionPlan:
     v = dispatch.VERSIONS[version]
-    reasons = dispatch.reasons(version, device=q.device, dtype=q.dtype, head_dim=sizes["head_dim"])
+    reasons = dispatch.reasons(
+        version, device=q.device, dtype=q.dtype, head_dim=sizes["head_dim"], features=features
+    )
     if reasons:
         # What the machine lacks comes first: changing the input would not help then.
         status = NOT_HERE if any(reason.kind == "here" for reason in reasons) else NOT_THIS_INPUT
@@ -228,15 +241,21 @@ def _explain_version(version, q, sizes, options, work, want, block_mask) -> Vers
 
 def _plan_pass(pass_, v, q, sizes, options, work, want, block_mask) -> PassPlan:
     backward = pass_ == "backward"
-    kernel = f"{v.name}_{'bwd' if backward else 'fwd'}_cpu_{_C.cpu_isa()}_{_TAGS[q.dtype]}"
+    where = "cuda" if q.is_cuda else f"cpu_{_C.cpu_isa()}"
+    kernel = f"{v.name}_{'bwd' if backward else 'fwd'}_{where}_{_TAGS[q.dtype]}"
     shape = ("batch", "heads", "heads_kv", "head_dim", "seqlen_q", "seqlen_k")
     if 0 in (sizes[key] for key in shape):
         return PassPlan(kernel, (0, 0), 0, 0, 0, 0, 0, 0)
-    plan = _C.cpu_plan(
-        pass_, v.code, q.dtype, *(sizes[key] for key in shape), *(block_mask.block_size if block_mask else (0, 0)),
-        *options, bias=work.bias is not None, sinks=work.sinks, dlse=want.dlse, dq=want.dq,
-        dkv=want.dkv, dbias=want.dbias, dsinks=want.dsinks,
-    )  # fmt: skip
+    if q.is_cuda:
+        plan = _C.cuda_plan(pass_, *(sizes[key] for key in shape), dispatch.shared_memory(q.device))
+        plan = {"splits": 1, "fast_memory_bytes": plan["smem_bytes"], **plan}
+        kernel += f"_hd{plan['head_dim']}"
+    else:
+        plan = _C.cpu_plan(
+            pass_, v.code, q.dtype, *(sizes[key] for key in shape), *(block_mask.block_size if block_mask else (0, 0)),
+            *options, bias=work.bias is not None, sinks=work.sinks, dlse=want.dlse, dq=want.dq,
+            dkv=want.dkv, dbias=want.dbias, dsinks=want.dsinks,
+        )  # fmt: skip
     if backward:
         moved = traffic.backward(work, v.name, plan["tile"], plan["splits"], want)
         standard = traffic.standard_backward(work)
@@ -288,7 +307,7 @@ def _render(plan: Plan) -> RenderableType:
         answer = Text.assemble(("nothing would run", "bold red"), f" with {by}, for the reasons below")
     lines: list[RenderableType] = [answer, Text(plan.call)]
     if plan.copies:
-        lines.append(Text(f"copied first, because the last dimension is not contiguous: {', '.join(plan.copies)}"))
+        lines.append(Text(f"copied first, because their rows are not as the kernel reads them: {', '.join(plan.copies)}"))
     table = Table(show_edge=False)
     table.add_column("")
     for version in plan.versions.values():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flash_cuda
-from flash_cuda import _C
+from flash_cuda import _C, dispatch
 
 # Test files share kit.py and cases.py; pytest's importlib mode puts no folder of tests on the path by itself.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,6 +45,7 @@ def known_state():
     """Every test starts from one seed, and leaves the instruction set, fast memory and threads as they were."""
     isa, fast_memory, threads = _C.cpu_isa(), _C.cpu_fast_memory(), torch.get_num_threads()
     torch.manual_seed(0)
+    dispatch.choose.cache_clear()  # a test may pretend another machine
     yield
     _C.set_cpu_isa(isa)
     _C.set_cpu_fast_memory(fast_memory)

@@ -122,4 +122,7 @@ def test_the_benchmark_table_is_that_of_the_results():
     spec.loader.exec_module(readme_table)
     assert readme_table.RESULTS
     assert readme_table.splice(README, "\n".join(map(readme_table.render, readme_table.RESULTS))) == README
-    assert all(results.with_suffix(".png").exists() for results in readme_table.RESULTS)
+    assert all(path.with_suffix(".png").exists() for path in readme_table.RESULTS)
+    if readme_table.GPU_RESULTS.exists():
+        assert readme_table.splice_gpu(README, readme_table.render_gpu(readme_table.gpu_rows())) == README
+        assert readme_table.GPU_PICTURE.exists()

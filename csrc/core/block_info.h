@@ -57,6 +57,27 @@ struct Band {
   }
 };
 
+// The band in 32 bits, for kernels, whose registers are few: row i sees keys i + low to i + high, as far as there are
+// keys. Rows count from the beginning of the sequence, or of a tile.
+struct TileBand {
+  static constexpr int64_t kLongest = int64_t{1} << 29;  // no sequence is longer: sums of four stay in 32 bits
+  int32_t low, high, seqlen_k;
+
+  FLASH_HD static TileBand of(const Band& b) {
+    const auto near = [](int64_t x) { return static_cast<int32_t>(max_of(-kLongest, min_of(x, kLongest))); };
+    return {near(b.diagonal - b.left), near(b.diagonal + b.right), static_cast<int32_t>(b.seqlen_k)};
+  }
+  FLASH_HD TileBand from_row(int32_t row) const { return {low + row, high + row, seqlen_k}; }
+
+  FLASH_HD bool sees(int32_t row, int32_t key) const {
+    return key >= row + low && key <= row + high && key < seqlen_k;
+  }
+  // Does every one of `rows` rows see every key from col to col + cols - 1?
+  FLASH_HD bool covers(int32_t rows, int32_t col, int32_t cols) const {
+    return col >= rows - 1 + low && col + cols - 1 <= high && col + cols <= seqlen_k;
+  }
+};
+
 // The tiles that a range of elements touches.
 FLASH_HD Range blocks_of(Range elements, int64_t block) {
   if (elements.empty()) return {0, 0};

@@ -5,7 +5,6 @@
 // the exponent of 2. Differences are taken before they are scaled, so that huge scores of either sign stay exact.
 #pragma once
 #include <cmath>
-#include <limits>
 
 #include "common.h"
 
@@ -15,7 +14,7 @@ constexpr double kLog2e = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
 template <class T>
-FLASH_HD constexpr T neg_infinity() { return -std::numeric_limits<T>::infinity(); }
+FLASH_HD constexpr T neg_infinity() { return -static_cast<T>(INFINITY); }
 
 // 2^x. Below 2^-126 the float result is 0; NaN stays NaN.
 FLASH_HD double exp2_of(double x) { return exp2(x); }

@@ -19,6 +19,12 @@ struct TileScheduler {
     const int64_t block = task % blocks, batch_head = task / blocks;
     return {batch_head / heads, batch_head % heads, longest_last ? blocks - 1 - block : block};
   }
+  // The same for task `task` of the heads from `first_batch_head` on, in 32 bits: a GPU divides 64 by a subroutine.
+  FLASH_HD Work work_of(uint32_t first_batch_head, uint32_t task) const {
+    const uint32_t n = static_cast<uint32_t>(blocks), head_count = static_cast<uint32_t>(heads);
+    const uint32_t block = task % n, batch_head = first_batch_head + task / n;
+    return {batch_head / head_count, batch_head % head_count, longest_last ? n - 1 - block : block};
+  }
 };
 
 }  // namespace flash

@@ -88,14 +88,17 @@ py::object last_call_dict() {
   py::dict d;
   d["pass_"] = call->backward ? "backward" : "forward";
   d["version"] = version;
-  d["kernel"] = version + (call->backward ? "_bwd" : "_fwd") + "_cpu_" + call->isa + "_" + dtype_tag(call->dtype);
-  d["device"] = "cpu";
+  const std::string where = call->device.is_cpu() ? std::string("cpu_") + call->isa : "cuda";
+  d["kernel"] = version + (call->backward ? "_bwd_" : "_fwd_") + where + "_" + dtype_tag(call->dtype) +
+                (call->head_dim > 0 ? "_hd" + std::to_string(call->head_dim) : "");
+  d["device"] = call->device.str();
   d["isa"] = call->isa;
   d["tile"] = py::make_tuple(call->tile.block_m, call->tile.block_n);
   d["grid"] = call->grid;
   d["fast_memory_bytes"] = call->fast_memory_bytes;
-  d["bytes_loaded"] = call->traffic.loaded;
-  d["bytes_stored"] = call->traffic.stored;
+  const auto counted = [](int64_t bytes) { return bytes < 0 ? std::nullopt : std::optional<int64_t>(bytes); };
+  d["bytes_loaded"] = counted(call->traffic.loaded);
+  d["bytes_stored"] = counted(call->traffic.stored);
   d["copies"] = py::tuple(copies);
   d["threads"] = call->threads;
   d["dropout_seed"] = call->dropout_seed;
@@ -195,6 +198,32 @@ py::dict cpu_plan(const std::string& pass, int64_t version, at::ScalarType dtype
   return plan_dict(cpu::plan_bwd(schedule, p, budget, static_cast<int>(threads.value_or(at::get_num_threads()))));
 }
 
+// What a CUDA kernel of fa2 will take for these sizes, where a CTA may have `smem_available` bytes of shared memory.
+py::dict cuda_plan(const std::string& pass, int64_t batch, int64_t heads, int64_t heads_kv, int64_t head_dim,
+                   int64_t seqlen_q, int64_t seqlen_k, int64_t smem_available) {
+  TORCH_CHECK_VALUE(pass == "forward" || pass == "backward", "flash_cuda._C.cuda_plan: pass_ must be \"forward\" or ",
+                    "\"backward\", got \"", pass, "\"");
+  py::dict d;
+#ifdef FLASH_WITH_CUDA
+  Problem p{};
+  p.batch = batch;
+  p.heads = heads;
+  p.heads_kv = heads_kv;
+  p.head_dim = head_dim;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+  const KernelPlan plan = pass == "forward" ? plan_fa2_fwd(p) : plan_fa2_bwd(p, static_cast<int>(smem_available));
+  d["head_dim"] = plan.head_dim;
+  d["tile"] = py::make_tuple(plan.block_m, plan.block_n);
+  d["threads"] = plan.threads;
+  d["smem_bytes"] = plan.smem_bytes;
+  d["grid"] = plan.grid;
+#else
+  TORCH_CHECK(false, "flash_cuda._C.cuda_plan: this build is for CPU only");
+#endif
+  return d;
+}
+
 }  // namespace
 
 }  // namespace flash::binding
@@ -222,4 +251,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         arg("causal") = 0, arg("window_left") = -1, arg("window_right") = -1,
         arg("bias") = false, arg("sinks") = false, arg("dlse") = false, arg("dq") = true, arg("dkv") = true,
         arg("dbias") = false, arg("dsinks") = false, arg("fast_memory") = py::none(), arg("threads") = py::none());
+  m.def("cuda_plan", &cuda_plan, arg("pass_"), arg("batch") = 1, arg("heads") = 1, arg("heads_kv") = 1,
+        arg("head_dim") = 64, arg("seqlen_q") = 1, arg("seqlen_k") = 1, arg("smem_available") = 0);
 }

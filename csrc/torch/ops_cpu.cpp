@@ -23,7 +23,7 @@ Tensor not_wanted(const Tensor& like) { return at::empty({0}, like.options()); }
 template <class Params>
 void record(bool backward, const Options& o, const Params& params, const cpu::Plan<Params>& plan,
             const RunReport& report, uint32_t copies) {
-  set_last_call({backward, o.version, params.dtype, cpu::isa(), plan.tile, plan.grid, plan.fast_memory_bytes,
+  set_last_call({backward, o.version, params.dtype, c10::kCPU, cpu::isa(), 0, plan.tile, plan.grid, plan.fast_memory_bytes,
                  report.traffic, report.threads, copies, o.dropout_p > 0 ? o.dropout_seed : std::nullopt});
 }
 

@@ -24,11 +24,13 @@ struct LastCall {
   bool backward;
   int64_t version;
   DType dtype;
-  const char* isa;
+  c10::Device device = c10::kCPU;
+  const char* isa;   // of the CPU kernel, or "cuda"
+  int32_t head_dim;  // that the CUDA kernel is compiled for; 0 on a CPU
   cpu::Tile tile;
   int64_t grid, fast_memory_bytes;
-  cpu::Traffic traffic;
-  int32_t threads;
+  cpu::Traffic traffic;  // -1: not counted
+  int32_t threads;  // of the call; of a CTA on a GPU
   uint32_t copies;  // Copied bits
   OptTensor dropout_seed;
 };

@@ -1,0 +1,7 @@
+#include "bwd_launch.cuh"
+
+namespace flash::fa2 {
+
+template cudaError_t launch_bwd<__half>(const BwdParams& p, cudaStream_t stream, int smem_available);
+
+}  // namespace flash::fa2
