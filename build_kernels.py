@@ -159,10 +159,12 @@ def units(toolkit):
             out.append(Unit(source, f"{source} for {isa}", command, identity, flags))
     if toolkit:
         nvcc = [os.path.join(toolkit.root, "bin", "nvcc")]
+        # For new kernels: one that waits for ever ends with an error instead.
+        bounded = ["-DFLASH_BOUNDED_WAITS"] if os.environ.get("FLASH_CUDA_BOUNDED_WAITS") == "1" else []
         for path in sorted((ROOT / "csrc").rglob("*.cu")):
             source = path.relative_to(ROOT).as_posix()
             if archs := gencode(source, cuda_archs()):
-                out.append(Unit(source, source, nvcc, f"nvcc {toolkit.release}", NVCC_FLAGS.split() + archs))
+                out.append(Unit(source, source, nvcc, f"nvcc {toolkit.release}", NVCC_FLAGS.split() + bounded + archs))
     return out
 
 

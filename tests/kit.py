@@ -265,7 +265,7 @@ def restride(x, kind):
 
 
 def _into(x, size, view):
-    target = view(torch.full(size, math.nan, dtype=x.dtype))
+    target = view(torch.full(size, math.nan, dtype=x.dtype, device=x.device))
     return target.copy_(x)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import flash_cuda  # noqa: F401 - registers the ops
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.sanitize]
 ops = torch.ops.flash_cuda
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
