@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,8 +95,10 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--tests", nargs="*", help="test files; default: all")
     parser.add_argument("--marker", default="", help="pytest -m expression, such as cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="test files at a time; times are then not comparable")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one test file")
-    parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer on tests marked sanitize and not slow")
+    parser.add_argument("--sanitizer", nargs="*", metavar="FILE",
+                        help="compute-sanitizer on the tests marked sanitize and not slow, of all files or of these")  # fmt: skip
     parser.add_argument("--no-build", action="store_true", help="test the extension that is there")
     parser.add_argument("--bench", help="a shell command; it finds the output folder in $OUT")
     args = parser.parse_args()
@@ -117,19 +120,21 @@ def main():
     if good:
         tests = args.tests if args.tests is not None else sorted(p.as_posix() for p in ROOT.glob("tests/test_*.py"))
         names = [os.path.relpath(ROOT / t, ROOT) for t in tests]
-        for name in names:
-            good &= note(name, run_tests(name, args.marker, out / "tests.log", args.timeout))
-        for tool in SANITIZERS if args.sanitizer else ():
+        work = [(name, (name, args.marker, out / f"{Path(name).stem}.log", args.timeout), {}) for name in names]
+        for tool in () if args.sanitizer is None else SANITIZERS:
             # Errors of other people's kernels are not ours to report; ours are all in namespace flash. (initcheck must
             # see the others too, since they fill our inputs.) Without torch's cache every tensor is an allocation of
             # its own, so that a read past its end is seen.
             ours = [] if tool == "initcheck" else ["--kernel-name", "kns=flash"]
             prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--print-limit", "20", *ours]
-            for name in names:
-                if "mark.sanitize" in (ROOT / name).read_text():
-                    result = run_tests(name, "sanitize and not slow", out / "sanitizer.log", args.timeout, prefix,
-                                       PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # fmt: skip
-                    good &= note(f"{tool} {name}", result)
+            for name in args.sanitizer or [n for n in names if "mark.sanitize" in (ROOT / n).read_text()]:
+                log = out / f"{tool}_{Path(name).stem}.log"
+                more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+                work.append((f"{tool} {name}", (name, "sanitize and not slow", log, args.timeout, prefix), more))
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = [pool.submit(run_tests, *given, **more) for _, given, more in work]
+            for (what, _, _), result in zip(work, results):
+                good &= note(what, result.result())
         if args.bench:
             good &= note("bench", run(args.bench, out / "bench.log", 540, OUT=str(out)))
     print("\n" + "\n".join(rows))

@@ -51,8 +51,9 @@ def attention(
     gradient, forward-mode gradients and torch.func.grad raise NotImplementedError.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim); float32, bfloat16, float16 or float64 (float64 on a CPU only). Any
-            strides; only a last dimension that is not contiguous is copied, and `last_call` reports it.
+        q: (batch, seqlen_q, heads, head_dim); float32, bfloat16, float16 or float64 on a CPU, bfloat16 or float16 with
+            a head_dim of at most 256 on CUDA. Any strides; only a last dimension that is not contiguous is copied (on
+            CUDA also rows that are not whole, aligned groups of 16 bytes), and `last_call` reports it.
         k, v: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q. heads is a multiple of heads_kv; query
             head h reads key head h // (heads / heads_kv).
         causal: True lets query i see key j when j <= i + seqlen_k - seqlen_q; "top_left" when j <= i, as PyTorch's
@@ -68,6 +69,7 @@ def attention(
         block_mask: a `BlockMask` of seqlen_q x seqlen_k; masked blocks are skipped whole (FlashAttention, section 3.3).
         dropout_p: probability in [0, 1) to drop an attention weight; what is kept is scaled up. The mask comes from two
             int64 drawn by torch.randint, so torch.manual_seed rules it, and `dropout_mask` returns it.
+            On CUDA softcap, alibi_slopes, bias, sinks, block_mask and dropout_p are refused for now.
         version: "fa1" (FlashAttention, Dao et al. 2022, Algorithm 1 forward and 4 backward), "fa2" (FlashAttention-2,
             Dao 2023, sections 3.1 to 3.3), "fa3", or None for the best that runs: fa3, else fa2, on CUDA tensors, and
             fa2's schedule on CPU tensors. A named version runs or raises; nothing falls back.
@@ -128,7 +130,7 @@ def attention_varlen(
         q: (total_q, heads, head_dim), dtypes as in `attention`.
         k, v: (total_k, heads_kv, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q: the cumulated lengths, from 0 to the total.
-            On a CPU their values are checked.
+            On a CPU their values are checked; on CUDA, where looking would wait for the device, they are trusted.
         max_seqlen_q, max_seqlen_k: the longest length, or more.
         bias: broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k).
         block_mask: made for max_seqlen_q x max_seqlen_k.

@@ -175,6 +175,7 @@ def choose(
             return VERSIONS[candidate].code
     why = " | ".join(str(reason) for all_of_it in refused.values() for reason in all_of_it)
     here = all(reason.kind == "here" for all_of_it in refused.values() for reason in all_of_it)
-    # A CUDA tensor misses a kernel (rule 13: no kernel serves the combination), not a better machine.
-    error = RuntimeError if here and device.type != "cuda" else NotImplementedError
+    # Where a version has no CUDA kernel at all, no better machine would help (rule 13: no kernel serves the combination).
+    helps = device.type != "cuda" or all(VERSIONS[candidate].cuda for candidate in refused)
+    error = RuntimeError if here and helps else NotImplementedError
     raise error(f"flash_cuda.{name}: no kernel for q on {device}: {why}")

@@ -11,7 +11,7 @@ from flash_cuda import _C, dispatch
 
 # Test files share kit.py and cases.py; pytest's importlib mode puts no folder of tests on the path by itself.
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("kit")
+pytest.register_assert_rewrite("kit", "cuda_kit")
 
 
 def _gpu():

@@ -137,16 +137,17 @@ def _single_threaded(function):
 
 
 @_single_threaded
-def compare(got, inputs, *, wanted=(), grad_out=None, grad_lse=None):
+def compare(got, inputs, *, wanted=(), grad_out=None, grad_lse=None, sum_roundings=1.0):
     """The pass rule: max |got - ref| <= 2 * max |torch attention in the same dtype - ref| + 2 * rounding of ref.
 
     3 times with softcap. NaN and infinities must sit at the same places. LSE is held to float32. The rounding of ref is
     one of its largest value, and how far it moves by the rounding of what it is computed from: `out` and LSE, which
     every FlashAttention backward reads, and in float32 the sums (torch's own may round less by luck in small shapes).
+    sum_roundings: how often rowsum(dO * O), or what it is compared with, is rounded.
     """
     grads = {"wanted": wanted, "grad_out": grad_out, "grad_lse": grad_lse}
     ref, ref_grads = _reference(inputs, torch.float64, wanted)
-    noise = _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse)
+    noise = _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse, sum_roundings)
     ref |= ref_grads(grad_out, grad_lse)
     if inputs.dtype in (torch.float32, torch.float64):
         sums = _moved_by_sums(inputs, ref, **grads)
@@ -171,7 +172,7 @@ def _largest(x):
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse):
+def _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse, sum_roundings):
     """How far each gradient moves when `out` is rounded to the input dtype, and LSE and the sum to float32 (float64).
 
     A row's P is exp(S - LSE): an error of its LSE scales the row, as scaled gradients of out and LSE would. An error of
@@ -184,7 +185,7 @@ def _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse):
     if grad_out is not None:
         out, grad_out = ref["out"], grad_out.double()
         rowsum = (grad_out * (out.to(inputs.dtype).double() - out)).sum(-1)
-        rowsum += torch.finfo(sums).eps * (grad_out * out).abs().sum(-1)
+        rowsum += sum_roundings * torch.finfo(sums).eps * (grad_out * out).abs().sum(-1)
         out_error = grad_out * (scale if heads_first else scale.mT)[..., None]
         lse_error += rowsum if heads_first else rowsum.mT
     if grad_lse is not None:

@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else 
 pytestmark = pytest.mark.skipif(not README, reason="README.md is not installed with the package")
 
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
-FORWARD_SCHEDULES = ("csrc/cpu/fa1_fwd.cpp", "csrc/cpu/fa2_fwd.cpp")
+FORWARD_SCHEDULES = ("csrc/cpu/fa1_fwd.cpp", "csrc/cpu/fa2_fwd.cpp", "csrc/fa2/fwd_kernel.cuh")
 LABELS = ("[1]", "[2]", "[3]", "[4]", "[4a]", "[4b]", "[4c]", "[4d]", "[5]", "[6]", "[7]")
 
 
@@ -113,7 +113,8 @@ def test_versions_are_told_truthfully():
         (row,) = re.findall(rf"^\| `{version.name}` \|.*$", table, re.M)
         runs = row.rsplit("|", 2)[1]
         assert ("CPU" in runs) is version.cpu
-        assert ("nowhere yet" in runs) is not version.cpu
+        assert ("GPU" in runs) is version.cuda
+        assert ("nowhere yet" in runs) is not (version.cpu or version.cuda)
 
 
 def test_the_benchmark_table_is_that_of_the_results():

@@ -277,8 +277,13 @@ def cuda_reasons(monkeypatch, *, built, capability):
     monkeypatch.setattr(_C, "cuda_built", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "shared_memory", lambda device: 232448 if capability == (9, 0) else 101376)
+    monkeypatch.setattr(_C, "cuda_plan", lambda pass_, head_dim: {"smem_bytes": 41_000 if head_dim <= 64 else 200_000})
     cuda = torch.device("cuda", 0)
     return {v: dispatch.reasons(v, device=cuda, dtype=torch.bfloat16, head_dim=64) for v in dispatch.VERSIONS}
+
+
+NO_KERNEL = ("fa1", "fa3")  # on CUDA, in this release
 
 
 @pytest.mark.parametrize("version", [None, "fa1", "fa2", "fa3"])
@@ -286,12 +291,12 @@ def test_cuda_tensors_get_every_reason(monkeypatch, version):
     cuda_reasons(monkeypatch, built=False, capability=(8, 0))
     cuda = torch.device("cuda", 0)
     tried = [version] if version else ["fa3", "fa2"]
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(RuntimeError if version == "fa2" else NotImplementedError) as caught:
         dispatch.choose(version, device=cuda, dtype=torch.bfloat16, head_dim=64)
     message = str(caught.value)
     assert message.startswith("flash_cuda.attention: no kernel for q on cuda:0: ") and "\n" not in message
     for name in tried:
-        assert f"{name} needs an attention kernel for CUDA tensors" in message
+        assert (f"{name} needs an attention kernel for CUDA tensors" in message) == (name in NO_KERNEL)
         assert f"{name} needs CUDA kernels in the build" in message
     assert ("fa3 needs compute capability 9.0 or newer, got 8.0" in message) == ("fa3" in tried)
 
@@ -299,10 +304,28 @@ def test_cuda_tensors_get_every_reason(monkeypatch, version):
 def test_reasons_name_what_is_missing(monkeypatch):
     by_version = cuda_reasons(monkeypatch, built=True, capability=(7, 5))
     for version, found in by_version.items():
-        assert [r.kind for r in found] == ["here", "here"]
-        assert found[1].rule.startswith(f"{version} needs compute capability") and found[1].value == "7.5"
+        assert [r.kind for r in found] == ["here"] * (1 + (version in NO_KERNEL))
+        assert found[-1].rule.startswith(f"{version} needs compute capability") and found[-1].value == "7.5"
     by_version = cuda_reasons(monkeypatch, built=True, capability=(9, 0))
-    assert all(len(found) == 1 for found in by_version.values())
+    assert {version: len(found) for version, found in by_version.items()} == {"fa1": 1, "fa2": 0, "fa3": 1}
+
+
+def test_reasons_of_a_cuda_call(monkeypatch):
+    cuda_reasons(monkeypatch, built=True, capability=(8, 6))
+    cuda = {"device": torch.device("cuda", 0), "dtype": torch.float16, "head_dim": 64}
+    reasons = lambda **changes: dispatch.reasons("fa2", **(cuda | changes))  # noqa: E731
+    assert reasons() == []
+    (reason,) = reasons(head_dim=128)
+    assert (reason.kind, reason.value) == ("here", "101376") and "200000 bytes of shared memory" in reason.rule
+    (reason,) = reasons(head_dim=264)
+    assert (reason.kind, reason.value) == ("input", "264") and "head_dim of 1 to 256" in reason.rule
+    (reason,) = reasons(dtype=torch.float32)
+    assert (reason.kind, reason.value) == ("input", "torch.float32")
+    features = dispatch.features_in_use(1.0, None, torch.ones(1), None, None, 0.5)
+    (reason,) = reasons(features=features)
+    assert (reason.kind, reason.value) == ("input", "softcap, bias, dropout_p")
+    assert dispatch.features_in_use(0.0, None, None, None, None, 0) == ()
+    assert dispatch.choose(None, **cuda) == 2
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -70,7 +70,7 @@ struct BwdTile {
   static constexpr int kDqCount = PieceDq::kM * PieceDq::kN * 4;  // sums of a thread
 
   const BwdParams& p;
-  char* smem;
+  char* smem;  // [2] shared memory plan: in config.h
   const int lane = threadIdx.x % 32;
   const Fragment fragment = Fragment::of(lane);
   const PieceS piece_s;
@@ -360,7 +360,8 @@ __global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmall>::kThreads, 1)
 fa2_bwd_kernel(const __grid_constant__ BwdParams p, uint32_t first_batch_head) {
 #ifdef __CUDA_ARCH__
   // What these GPUs never launch need not be compiled for them: sm_90 has room for the large tiles, older ones have not.
-  if constexpr (__CUDA_ARCH__ == 900 ? kSmall : __CUDA_ARCH__ < 900 && BwdConfig<kHeadDim, kSmall>::kSmemBytes > 163 * 1024) return;
+  constexpr bool kTooLarge = __CUDA_ARCH__ < 900 && BwdConfig<kHeadDim, kSmall>::kSmemBytes > 163 * 1024;
+  if constexpr (kTooLarge || (__CUDA_ARCH__ == 900 && kSmall)) return;
 #endif
   extern __shared__ __align__(1024) char smem[];
   uint32_t task = blockIdx.x;

@@ -26,7 +26,7 @@ struct FwdConfig {
   static constexpr int kMinCtas = 2;  // CTAs that must fit on an SM: bounds the registers
   static constexpr int kThreads = kWarps * 32;
 
-  // [2] shared memory plan: Q (later O), then the ring
+  // Shared memory: Q (later O), then the ring
   static constexpr int kBytesQ = SmemTile<kBlockM>::bytes(kHeadDim);
   static constexpr int kBytesRing = SmemTile<kBlockN>::bytes(kHeadDim);
   static constexpr int kSmemBytes = kBytesQ + kRing * kBytesRing;
@@ -50,7 +50,7 @@ struct BwdConfig {
 
   static constexpr int kDqCols = kHeadDim != 256 ? kHeadDim : kSmall ? 128 : 64;  // at once: beside dK and dV no more has room
 
-  // [2] shared memory plan: K, V, kStages of Q and of dO, P, dS, a note for each key
+  // Shared memory: K, V, kStages of Q and of dO, P, dS, a note for each key
   static constexpr int kBytesKV = SmemTile<kBlockN>::bytes(kHeadDim);
   static constexpr int kBytesQ = SmemTile<kBlockM>::bytes(kHeadDim);
   static constexpr int kBytesP = SmemTile<kBlockM>::bytes(kBlockN);

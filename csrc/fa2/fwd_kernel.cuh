@@ -27,7 +27,7 @@ struct FwdTile {
   static constexpr int kM = kWarpRows / 16, kN = kBlockN / 8, kD = kHeadDim / 8;  // fragments of a warp
 
   const FwdParams& p;
-  char* smem;
+  char* smem;  // [2] shared memory plan: in config.h
   const uint32_t first_batch_head;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Fragment fragment = Fragment::of(lane);
