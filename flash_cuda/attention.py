@@ -46,6 +46,9 @@ def attention(
     sees no key gets output 0, LSE -inf and zero gradients. NaN and Inf in keys and values that are masked reach no
     output and no gradient.
 
+    On CUDA tensors fa2 runs, without softcap, alibi_slopes, bias, sinks, block_mask and dropout_p for now: these are
+    refused by name.
+
     Differentiable in q, k, v, bias and sinks, also through the returned LSE, with torch.autograd. Works under
     torch.compile(fullgraph=True), torch.export, autocast (q, k and v are cast) and torch.vmap. A gradient of a
     gradient, forward-mode gradients and torch.func.grad raise NotImplementedError.
@@ -69,7 +72,6 @@ def attention(
         block_mask: a `BlockMask` of seqlen_q x seqlen_k; masked blocks are skipped whole (FlashAttention, section 3.3).
         dropout_p: probability in [0, 1) to drop an attention weight; what is kept is scaled up. The mask comes from two
             int64 drawn by torch.randint, so torch.manual_seed rules it, and `dropout_mask` returns it.
-            On CUDA softcap, alibi_slopes, bias, sinks, block_mask and dropout_p are refused for now.
         version: "fa1" (FlashAttention, Dao et al. 2022, Algorithm 1 forward and 4 backward), "fa2" (FlashAttention-2,
             Dao 2023, sections 3.1 to 3.3), "fa3", or None for the best that runs: fa3, else fa2, on CUDA tensors, and
             fa2's schedule on CPU tensors. A named version runs or raises; nothing falls back.
