@@ -113,12 +113,16 @@ def _cuda_reasons(
                    "run FLASH_CUDA_BUILD=cuda pip install --no-build-isolation . where nvcc is")
         )  # fmt: skip
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-    if capability is not None and capability < v.capability:
+    if capability is None:
+        found.append(
+            Reason("here", f"{v.name} needs a CUDA GPU", "none that torch finds", "run it where nvidia-smi shows one")
+        )  # fmt: skip
+    elif capability < v.capability:
         found.append(
             Reason("here", f"{v.name} needs compute capability {_dotted(v.capability)} or newer", _dotted(capability),
                    "name an older version")
         )  # fmt: skip
-    elif capability is not None and _C.cuda_built() and 1 <= head_dim <= CUDA_LARGEST_HEAD_DIM:
+    elif _C.cuda_built() and 1 <= head_dim <= CUDA_LARGEST_HEAD_DIM:
         needs, has = _C.cuda_plan("forward", head_dim=head_dim)["smem_bytes"], shared_memory(device)
         if needs > has:
             found.append(
