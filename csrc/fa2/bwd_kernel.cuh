@@ -176,33 +176,36 @@ struct BwdTile {
       typename PieceS::Acc acc_s;
       PieceS::zero(acc_s);
       piece_s.template multiply<Element, kHeadDim, false, false>(acc_s, s_q, s_k, lane);
-      if (!k_finite) {
-        for_each([&](int m, int n, int i) {
-          if (bad_keys()[piece_s.col0 + n * 8 + fragment.col_of(i)]) acc_s[m][n][i] = neg_infinity<float>();
-        });
+#pragma unroll
+      for (int m = 0; m < PieceS::kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < PieceS::kN; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (!k_finite && bad_keys()[piece_s.col0 + n * 8 + fragment.col_of(i)]) acc_s[m][n][i] = neg_infinity<float>();
+            // P is at most 1. Where scores are so large that rounding LSE moves it by more than log(row_sum), this
+            // bounds P.
+            const float exponent = ptx::min_nan(fmaf(acc_s[m][n][i], scale_log2, -lse_log2[m][i / 2]), 0.0f);
+            acc_s[m][n][i] = ptx::ex2_approx_ftz(exponent);
+            if (partial && !sees(tile_band, row_count, m, n, i)) acc_s[m][n][i] = 0;
+          }
+        }
       }
-      for_each([&](int m, int n, int i) {
-        // P is at most 1. Where scores are so large that rounding LSE moves it by more than log(row_sum), this bounds P.
-        const float exponent = ptx::min_nan(fmaf(acc_s[m][n][i], scale_log2, -lse_log2[m][i / 2]), 0.0f);
-        acc_s[m][n][i] = ptx::ex2_approx_ftz(exponent);
-      });
-      if (partial) zero_masked(acc_s, tile_band, row_count);
       typename PieceS::Acc acc_dp;
       PieceS::zero(acc_dp);
       piece_s.template multiply<Element, kHeadDim, false, false>(acc_dp, s_dout, s_v, lane);
       store_fragments<Element, kBlockM, PieceS::kM, PieceS::kN>(
           s_p, piece_s.row0, piece_s.col0, lane, [&](int m, int n, int i) { return acc_s[m][n][i]; });
-      for_each([&](int m, int n, int i) { acc_dp[m][n][i] = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]); });
-      if (partial) zero_masked(acc_dp, tile_band, row_count);  // dP is not finite where V is not, though it is masked
       store_fragments<Element, kBlockM, PieceS::kM, PieceS::kN>(
-          s_ds, piece_s.row0, piece_s.col0, lane, [&](int m, int n, int i) { return acc_dp[m][n][i]; });
+          s_ds, piece_s.row0, piece_s.col0, lane, [&](int m, int n, int i) {
+            const float ds = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
+            // dP is not finite where V is not, though the element is masked.
+            return partial && !sees(tile_band, row_count, m, n, i) ? 0.0f : ds;
+          });
     }
     __syncthreads();  // P and dS of every warp are there
 
     // [5] dV += P^T dO and dK += dS^T Q
-    // Here and not at the top: the addresses of these products are then worked out when those of S are done with.
-    int lane = this->lane;
-    asm volatile("" : "+r"(lane));
     if (p.dk.ptr != nullptr) {
       piece_dkv.template multiply<Element, kBlockM, true, true>(acc_dv, s_p, s_dout, lane);
       piece_dkv.template multiply<Element, kBlockM, true, true>(acc_dk, s_ds, s_q, lane);
@@ -223,32 +226,9 @@ struct BwdTile {
     }
   }
 
-  // Every element that this lane holds of its warp's piece of the score tile.
-  template <class F>
-  __device__ __forceinline__ static void for_each(const F& f) {
-#pragma unroll
-    for (int m = 0; m < PieceS::kM; ++m)
-#pragma unroll
-      for (int n = 0; n < PieceS::kN; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) f(m, n, i);
-  }
-
-  __device__ __forceinline__ void zero_masked(typename PieceS::Acc& acc, const TileBand& tile_band, int row_count) const {
-#pragma unroll
-    for (int m = 0; m < PieceS::kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = piece_s.row0 + m * 16 + fragment.row_of(2 * h);
-        const TileBand::Keys keys = row < row_count ? tile_band.keys_of(row) : TileBand::Keys{INT32_MAX, 0};
-#pragma unroll
-        for (int n = 0; n < PieceS::kN; ++n) {
-#pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; ++i)
-            if (!keys.contain(first_col() + piece_s.col0 + n * 8 + fragment.col_of(i))) acc[m][n][i] = 0;
-        }
-      }
-    }
+  __device__ bool sees(const TileBand& tile_band, int row_count, int m, int n, int i) const {
+    const int row = piece_s.row0 + m * 16 + fragment.row_of(i);
+    return row < row_count && tile_band.sees(row, first_col() + piece_s.col0 + n * 8 + fragment.col_of(i));
   }
 
   // LSE as an exponent of 2, and delta. Rows without a visible key and rows past the end get +inf: their P is 0.
@@ -358,10 +338,8 @@ struct BwdTile {
 template <class Element, int kHeadDim, bool kSmall>
 __global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmall>::kThreads, 1)
 fa2_bwd_kernel(const __grid_constant__ BwdParams p, uint32_t first_batch_head) {
-#ifdef __CUDA_ARCH__
-  // What these GPUs never launch need not be compiled for them: sm_90 has room for the large tiles, older ones have not.
-  constexpr bool kTooLarge = __CUDA_ARCH__ < 900 && BwdConfig<kHeadDim, kSmall>::kSmemBytes > 163 * 1024;
-  if constexpr (kTooLarge || (__CUDA_ARCH__ == 900 && kSmall)) return;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (BwdConfig<kHeadDim, kSmall>::kSmemBytes > 163 * 1024) return;  // no such GPU can launch it
 #endif
   extern __shared__ __align__(1024) char smem[];
   uint32_t task = blockIdx.x;

@@ -18,12 +18,12 @@ constexpr int compiled_head_dim(int64_t head_dim) {
 template <int kHeadDim_>
 struct FwdConfig {
   static constexpr int kHeadDim = kHeadDim_;
-  // Above 128 a warp has room for O of 16 rows only, and two CTAs of 64 rows hide each other's waits.
-  static constexpr int kBlockM = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kBlockM = 128;
   static constexpr int kBlockN = kHeadDim == 64 ? 96 : kHeadDim <= 128 ? 48 : 64;
-  static constexpr int kWarps = 4;  // up to 128 of 32 rows: each fragment of K and V then serves two mma
+  // 32 rows a warp up to 128: each fragment of K and V then serves two mma. Above, O would not fit in registers.
+  static constexpr int kWarps = kHeadDim <= 128 ? 4 : 8;
   static constexpr int kRing = 2;
-  static constexpr int kMinCtas = 2;  // CTAs that must fit on an SM: bounds the registers
+  static constexpr int kMinCtas = kHeadDim <= 128 ? 2 : 1;  // CTAs that must fit on an SM: bounds the registers
   static constexpr int kThreads = kWarps * 32;
 
   // Shared memory: Q (later O), then the ring
@@ -48,7 +48,7 @@ struct BwdConfig {
   static constexpr int kWarpsM_dKV = kBlockN == 128 ? 4 : 2;
   static constexpr int kWarpsM_dQ = kBlockM == 128 || kHeadDim == 96 ? 4 : 2;
 
-  static constexpr int kDqCols = kHeadDim != 256 ? kHeadDim : kSmall ? 128 : 64;  // at once: beside dK and dV no more has room
+  static constexpr int kDqCols = kHeadDim == 256 ? 64 : kHeadDim;  // at once: beside dK and dV no more has room
 
   // Shared memory: K, V, kStages of Q and of dO, P, dS, a note for each key
   static constexpr int kBytesKV = SmemTile<kBlockN>::bytes(kHeadDim);
