@@ -25,6 +25,8 @@ def shown(value: object) -> str:
     """A value on one line, however large it is."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):  # an array of another library
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
@@ -104,7 +106,8 @@ def to_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, name
 
 
 def _tensor_wanted(name: str, argument: str, value: object) -> str:
-    return f"flash_cuda.{name}: {argument} must be a torch.Tensor, got {shown(value)}; convert it with torch.as_tensor"
+    fix = "pass one" if value is None else "convert it with torch.as_tensor"
+    return f"flash_cuda.{name}: {argument} must be a torch.Tensor, got {shown(value)}; {fix}"
 
 
 def _fits_a_float(value: object) -> bool:

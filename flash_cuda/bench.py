@@ -30,6 +30,7 @@ DEFAULTS = {
     "batch": 1, "heads": 8, "isa": _C.cpu_isas(), "repeat": 7,
 }  # fmt: skip
 
+COLORS = {"avx512": "tab:blue", "avx2": "tab:green", "generic": "tab:purple"}
 
 @dataclass(frozen=True)
 class Row:
@@ -250,7 +251,8 @@ def plot(rows: list[Row], path: str) -> None:
     styles = {"fa2": "o-", "fa1": "s:"}
     for axis, panel in zip(axes.flat, panels):
         cell = [r for r in rows if (r.dtype, r.mask, r.pass_) == panel]
-        for color, isa in zip(("tab:blue", "tab:green", "tab:purple"), dict.fromkeys(r.isa for r in cell)):
+        for isa in dict.fromkeys(r.isa for r in cell):
+            color = COLORS[isa]
             for version in dict.fromkeys(r.version for r in cell):
                 line = sorted((r.seqlen, r.gflops) for r in cell if (r.version, r.isa) == (version, isa))
                 axis.plot(*zip(*line), styles[version], color=color, alpha=0.8, label=f"{version} {isa}")

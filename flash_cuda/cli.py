@@ -50,11 +50,14 @@ def _device(text: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+
     top = _Parser(prog="python -m flash_cuda", description=flash_cuda.__doc__.splitlines()[0])
     top.add_argument("--version", action="version", version=f"flash_cuda {flash_cuda.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="demo | bench | explain | info")
 
-    p = commands.add_parser("demo", help="train a small language model with standard attention and with flash_cuda")
+    p = add("demo", "train a small language model with standard attention and with flash_cuda")
     p.add_argument("--device", type=_device, default="cpu", help="default: cpu")
     p.add_argument("--version", choices=dispatch.VERSIONS, help="default: the best that runs")
     p.add_argument("--steps", type=_positive,
@@ -65,25 +68,26 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", default="flash_cuda_demo.png", help="the picture; default: %(default)s")
     p.set_defaults(run=_demo)
 
-    p = commands.add_parser("bench", help="time the CPU schedules or the CUDA kernels against torch's own attention")
+    p = add("bench", "time the CPU schedules or the CUDA kernels against torch's own attention")
     bench_common.add_arguments(p, _positive)
     p.set_defaults(run=_bench)
 
-    p = commands.add_parser("explain", help="what would run for these shapes, why not the others, and at what cost")
-    p.add_argument("--batch", type=_positive, default=1)
-    p.add_argument("--heads", type=_positive, default=8)
+    p = add("explain", "what would run for these shapes, why not the others, and at what cost")
+    p.add_argument("--batch", type=_positive, default=1, help="default: 1")
+    p.add_argument("--heads", type=_positive, default=8, help="of the queries; default: 8")
     p.add_argument("--heads-kv", type=_positive, help="default: as many as --heads")
-    p.add_argument("--head-dim", type=_positive, default=64)
-    p.add_argument("--seqlen-q", type=_positive, default=2048)
+    p.add_argument("--head-dim", type=_positive, default=64, help="default: 64")
+    p.add_argument("--seqlen-q", type=_positive, default=2048, help="default: 2048")
     p.add_argument("--seqlen-k", type=_positive, help="default: --seqlen-q")
-    p.add_argument("--dtype", choices=DTYPES, default="float32")
-    p.add_argument("--causal", choices=("false", "true", "top_left"), nargs="?", const="true", default="false")
-    p.add_argument("--window", type=_at_least(-1), nargs=2, metavar=("LEFT", "RIGHT"), help="-1: unbounded")
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    p.add_argument("--causal", choices=("false", "true", "top_left"), nargs="?", const="true", default="false",
+                   help="true aligns to the bottom right; default: false")  # fmt: skip
+    p.add_argument("--window", type=_at_least(-1), nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen on each side of the diagonal; -1 leaves a side unbounded")
     p.add_argument("--device", type=_device, default="cpu", help="default: cpu")
     p.add_argument("--version", choices=dispatch.VERSIONS, help="default: the best that runs")
     p.set_defaults(run=_explain)
 
-    p = commands.add_parser("info", help="versions, instruction sets, and what was built")
+    p = add("info", "versions, instruction sets, and what was built")
     p.set_defaults(run=_info)
     return top
 
@@ -116,7 +120,7 @@ def _info(args: argparse.Namespace, console: Console) -> int:
     console.print(f"flash_cuda {flash_cuda.__version__} in {flash_cuda.__path__[0]}")
     console.print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, built for torch {build['torch']}")
     console.print(f"compiler: {build['compiler']}")
-    console.print(f"CPU: {_C.cpu_isa()} runs, of {', '.join(_C.cpu_isas())}; {threads} threads; tiles for "
+    console.print(f"CPU: uses {_C.cpu_isa()} (there are {', '.join(_C.cpu_isas())}); {threads} threads; tiles for "
                   f"{_C.cpu_fast_memory() // 1024} KiB of fast memory")  # fmt: skip
     built = f"built for {', '.join(build['cuda_archs'])}" if build["cuda"] else "not built"
     console.print(f"CUDA kernels: {built} ({build['cuda_why']})")

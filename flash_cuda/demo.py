@@ -261,9 +261,23 @@ def train(runs: list[Run], text: torch.Tensor, validation: torch.Tensor, setting
         measure(run, settings, held_out[0])
 
 
+def check(settings: Settings, text: torch.Tensor, validation: torch.Tensor) -> None:
+    """Raises now what would otherwise come after minutes of training."""
+    folder = Path(settings.out).resolve().parent
+    if not folder.is_dir():
+        raise DemoError(f"--out must name a file in a folder that exists, got {settings.out!r}; make {folder} first")
+    longest = min(len(text), len(validation)) - 2
+    if settings.context > longest:
+        raise DemoError(f"--context must be at most {longest}, the bytes of the text, got {settings.context}; shorten it")
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    q = torch.zeros(1, 1, HEADS, WIDTH // HEADS, device=device)
+    flash_attention(device, dtype, settings.version)(q, q, q)  # a version that does not run says why
+
+
 def main(settings: Settings, console: Console) -> int:
     """Run the demo; 0 when both runs learned the same, 1 when they did not."""
     text, validation = corpus()
+    check(settings, text, validation)
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     runs = [
         new_run("standard", standard_attention(settings.context, device, dtype), settings),

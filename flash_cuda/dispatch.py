@@ -86,7 +86,7 @@ def reasons(
         found.append(Reason("input", f"{v.name} runs on cpu tensors", f"{device.type}", "move q, k and v to the CPU"))
     elif not v.cpu:
         found.append(
-            Reason("here", f"{v.name} is written for GPUs of compute capability {_dotted(v.capability)}",
+            Reason("here", f"{v.name} comes later, and for GPUs of compute capability {_dotted(v.capability)}",
                    "tensors on the CPU", 'use version="fa2" or version=None')
         )  # fmt: skip
     if dtype not in CPU_DTYPES:

@@ -58,6 +58,7 @@ class Plan:
     """What `explain` found. str() and print give it as text; a notebook shows it as a table."""
 
     call: str  # the shapes in words
+    device: torch.device
     asked: str | None  # the version argument
     selected: str | None  # the version that would run; None: the call would raise
     copies: tuple[str, ...]  # arguments that would be copied, as in `LastCall`
@@ -153,6 +154,7 @@ def explain(
     tried = dispatch.candidates(q.device) if version is None else (version,)
     return Plan(
         call=_in_words(q, sizes, work),
+        device=q.device,
         asked=version,
         selected=next((v for v in tried if versions[v].status == RUNS), None),
         copies=tuple(n for n, x in (("q", q), ("k", k), ("v", v)) if _is_copied(x)),
@@ -302,7 +304,8 @@ def _render(plan: Plan) -> RenderableType:
     by = "version=None" if plan.asked is None else f'version="{plan.asked}"'
     if plan.selected:
         kernel = plan.versions[plan.selected].forward.kernel
-        answer = Text.assemble((f"{plan.selected} would run", "bold green"), f": {kernel} ({by})")
+        why = "asked for" if plan.asked else "the first that runs of " + ", ".join(dispatch.candidates(plan.device))
+        answer = Text.assemble((f"{plan.selected} would run", "bold green"), f": {kernel} ({by}: {why})")
     else:
         answer = Text.assemble(("nothing would run", "bold red"), f" with {by}, for the reasons below")
     lines: list[RenderableType] = [answer, Text(plan.call)]

@@ -51,7 +51,7 @@ def test_a_missing_module_is_one_line():
     (("bench", "--repeat", "-3"), "--repeat: must be a whole number of at least 1, got '-3'"),
     (("explain", "--window", "3"), "--window: expected 2 arguments"),
     (("explain", "--heads", "8", "--heads-kv", "3"), "the heads of q must be a multiple of the heads of k, 3, got 8"),
-    (("demo", "--version", "fa3", "--steps", "1"), "fa3 is written for GPUs of compute capability 9.0"),
+    (("demo", "--version", "fa3", "--steps", "1"), "fa3 comes later, and for GPUs of compute capability 9.0"),
 ], ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")  # fmt: skip
 def test_wrong_usage_is_one_line(capsys, words, why):
     status, out, err = run(capsys, *words)

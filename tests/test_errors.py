@@ -53,8 +53,8 @@ def expect(error, pattern, call, longest=400):
 BAD = [
     ("q", torch.randn(SQ, H, D), ValueError, r"q must have 4 dimensions \(batch, .*head_dim\), got 3 \(5, 4, 8\)"),
     ("q", torch.randn(1, B, SQ, H, D), ValueError, r"q must have 4 dimensions .* got 5"),
-    ("q", torch.randn(B, SQ, H, D).numpy(), TypeError, "q must be a torch.Tensor, got ndarray"),
-    ("q", None, TypeError, "q must be a torch.Tensor, got NoneType None"),
+    ("q", torch.randn(B, SQ, H, D).numpy(), TypeError, r"q must be a torch.Tensor, got ndarray of shape \(2, 5, 4, 8\); convert"),
+    ("q", None, TypeError, "q must be a torch.Tensor, got NoneType None; pass one"),
     ("q", [[1.0]], TypeError, "q must be a torch.Tensor, got list"),
     ("q", torch.randint(9, (B, SQ, H, D)), TypeError, "q must be float32, bfloat16, .* got torch.int64"),
     ("q", torch.randn(B, SQ, H, D, dtype=torch.complex64), TypeError, "q must be float32, .* got torch.complex64"),
@@ -130,7 +130,7 @@ BAD = [
     ("version", "fa4", ValueError, "version must be None or one of 'fa1', 'fa2', 'fa3', got 'fa4'"),
     ("version", 2, TypeError, 'version must be None, "fa1", "fa2" or "fa3", got int 2'),
     ("version", ["fa2"], TypeError, "version must be None, .* got list"),
-    ("version", "fa3", RuntimeError, "fa3 is .* 9.0, got tensors on the CPU; use version"),
+    ("version", "fa3", RuntimeError, "fa3 comes later, .* 9.0, got tensors on the CPU; use version"),
     ("deterministic", "yes", TypeError, "deterministic must be True, False or None, got str 'yes'"),
     ("layout", "sbhd", ValueError, r"""layout must be "bshd" .* or "bhsd" .* got str 'sbhd'"""),
     ("layout", 0, ValueError, "layout must be .* got int 0"),
@@ -185,7 +185,7 @@ BAD_PACKED = [
     ("bias", torch.randn(SQ, SK), ValueError, r"bias must .*max_seqlen_q, max_seqlen_k\) = \(2, 4, 3, 4\)"),
     ("block_mask", mask(), ValueError, "block_mask must be made for seqlen_q 3 and seqlen_k 4, got 5 and 7"),
     ("dropout_p", 2.0, ValueError, r"dropout_p must be in \[0, 1\), got 2"),
-    ("version", "fa3", RuntimeError, "fa3 is written for GPUs"),
+    ("version", "fa3", RuntimeError, "fa3 comes later"),
 ]  # fmt: skip
 
 
