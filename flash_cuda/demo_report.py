@@ -33,7 +33,7 @@ def verdicts(standard: Run, flash: Run, settings: Settings, unigram: float) -> l
     worst, bound = max(gaps), ALLOWED[settings.dtype]
     same = worst <= bound
     word = "differ by rounding only" if same else "PART BY MORE THAN ROUNDING"
-    results = [(same, f"the training losses {word}, step by step: at most {worst:.2g} (step {gaps.index(worst) + 1}), allowed {bound:g}")]
+    results = [(same, f"the losses {word}: at most {worst:.2g} in training (step {gaps.index(worst) + 1}), allowed {bound:g}")]
     steps, last = max(flash.validation), flash.validation[max(flash.validation)]
     context = f"validation loss {last:.3f} nats per byte; byte frequencies alone give {unigram:.3f}, guessing 5.545"
     if steps < JUDGED_STEPS:

@@ -304,11 +304,12 @@ def _render(plan: Plan) -> RenderableType:
     by = "version=None" if plan.asked is None else f'version="{plan.asked}"'
     if plan.selected:
         kernel = plan.versions[plan.selected].forward.kernel
-        why = "asked for" if plan.asked else "the first that runs of " + ", ".join(dispatch.candidates(plan.device))
-        answer = Text.assemble((f"{plan.selected} would run", "bold green"), f": {kernel} ({by}: {why})")
+        answer = Text.assemble((f"{plan.selected} would run", "bold green"), f": {kernel} ({by})")
     else:
         answer = Text.assemble(("nothing would run", "bold red"), f" with {by}, for the reasons below")
     lines: list[RenderableType] = [answer, Text(plan.call)]
+    if plan.asked is None:
+        lines.append(Text(f"version=None takes the first that runs of: {', '.join(dispatch.candidates(plan.device))}"))
     if plan.copies:
         lines.append(Text(f"copied first, because their rows are not as the kernel reads them: {', '.join(plan.copies)}"))
     table = Table(show_edge=False)
