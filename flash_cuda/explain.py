@@ -308,10 +308,10 @@ def _render(plan: Plan) -> RenderableType:
     else:
         answer = Text.assemble(("nothing would run", "bold red"), f" with {by}, for the reasons below")
     lines: list[RenderableType] = [answer, Text(plan.call)]
-    if plan.asked is None:
-        lines.append(Text(f"version=None takes the first that runs of: {', '.join(dispatch.candidates(plan.device))}"))
     if plan.copies:
         lines.append(Text(f"copied first, because their rows are not as the kernel reads them: {', '.join(plan.copies)}"))
+    if plan.asked is None:
+        lines.append(Text(f"version=None takes the first that runs of: {', '.join(dispatch.candidates(plan.device))}"))
     table = Table(show_edge=False)
     table.add_column("")
     for version in plan.versions.values():
