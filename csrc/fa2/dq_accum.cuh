@@ -6,10 +6,8 @@
 
 namespace flash::fa2 {
 
-// Tiles of all sequences, head by head. Packed sequences begin at whole tiles: batch more of them are enough for that.
-FLASH_HD int64_t dq_tiles_of_head(const Problem& p, int64_t total_q, int64_t block_m) {
-  return p.cu_seqlens_q == nullptr ? p.batch * ceil_div(p.seqlen_q, block_m) : total_q / block_m + p.batch;
-}
+// The first tile of a sequence among those of a head (BwdParams::dq_tiles_of_head). Packed sequences begin at whole
+// tiles, for which one more tile for each of them is enough.
 FLASH_HD int64_t dq_first_tile(const Problem& p, int64_t q_begin, int64_t batch, int64_t block_m) {
   return p.cu_seqlens_q == nullptr ? batch * ceil_div(p.seqlen_q, block_m) : q_begin / block_m + batch;
 }

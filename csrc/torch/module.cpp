@@ -158,6 +158,16 @@ py::dict plan_dict(const cpu::Plan<Params>& plan) {
   return d;
 }
 
+void set_sizes(Problem& p, int64_t batch, int64_t heads, int64_t heads_kv, int64_t head_dim, int64_t seqlen_q,
+               int64_t seqlen_k) {
+  p.batch = batch;
+  p.heads = heads;
+  p.heads_kv = heads_kv;
+  p.head_dim = head_dim;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+}
+
 // The plan that a call with these sizes would run, without any tensor.
 py::dict cpu_plan(const std::string& pass, int64_t version, at::ScalarType dtype, int64_t batch, int64_t heads,
                   int64_t heads_kv, int64_t head_dim, int64_t seqlen_q, int64_t seqlen_k, int64_t block_mask_q,
@@ -170,12 +180,7 @@ py::dict cpu_plan(const std::string& pass, int64_t version, at::ScalarType dtype
   TORCH_CHECK_VALUE(batch > 0 && heads > 0 && heads_kv > 0 && head_dim > 0 && seqlen_q > 0 && seqlen_k > 0,
                     "flash_cuda._C.cpu_plan: every size must be positive; an empty call runs no kernel");
   BwdParams p{};
-  p.batch = batch;
-  p.heads = heads;
-  p.heads_kv = heads_kv;
-  p.head_dim = head_dim;
-  p.seqlen_q = seqlen_q;
-  p.seqlen_k = seqlen_k;
+  set_sizes(p, batch, heads, heads_kv, head_dim, seqlen_q, seqlen_k);
   p.dtype = dtype_code(dtype);
   p.causal = static_cast<Causal>(causal);
   p.window_left = window_left;
@@ -206,12 +211,7 @@ py::dict cuda_plan(const std::string& pass, int64_t batch, int64_t heads, int64_
   py::dict d;
 #ifdef FLASH_WITH_CUDA
   Problem p{};
-  p.batch = batch;
-  p.heads = heads;
-  p.heads_kv = heads_kv;
-  p.head_dim = head_dim;
-  p.seqlen_q = seqlen_q;
-  p.seqlen_k = seqlen_k;
+  set_sizes(p, batch, heads, heads_kv, head_dim, seqlen_q, seqlen_k);
   const KernelPlan plan = pass == "forward" ? plan_fa2_fwd(p) : plan_fa2_bwd(p, static_cast<int>(smem_available));
   d["head_dim"] = plan.head_dim;
   d["tile"] = py::make_tuple(plan.block_m, plan.block_n);
