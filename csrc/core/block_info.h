@@ -69,6 +69,16 @@ struct TileBand {
   }
   FLASH_HD TileBand from_row(int32_t row) const { return {low + row, high + row, seqlen_k}; }
 
+  // The keys that one row sees, so that an element costs one subtraction and one comparison.
+  struct Keys {
+    int32_t first;
+    uint32_t more;  // behind the first
+    FLASH_HD bool contain(int32_t key) const { return static_cast<uint32_t>(key - first) <= more; }
+  };
+  FLASH_HD Keys keys_of(int32_t row) const {
+    const int32_t first = max_of(row + low, 0), last = min_of(row + high, seqlen_k - 1);
+    return last < first ? Keys{INT32_MAX, 0} : Keys{first, static_cast<uint32_t>(last - first)};
+  }
   FLASH_HD bool sees(int32_t row, int32_t key) const {
     return key >= row + low && key <= row + high && key < seqlen_k;
   }

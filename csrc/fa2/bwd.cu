@@ -1,11 +1,9 @@
 // The backward pass: delta, the main kernel, the conversion of dQ; and what each will take.
 #include "config.h"
+#include "launch.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include "../core/common.h"
 
 namespace flash {
 
@@ -14,33 +12,10 @@ template <class Element>
 cudaError_t launch_bwd(const BwdParams& p, cudaStream_t stream, int smem_available);  // bwd_bf16.cu, bwd_fp16.cu
 }
 
-namespace {
-
-template <class Config>
-KernelPlan plan_of(const Problem& p) {
-  return {Config::kHeadDim, Config::kBlockM,    Config::kBlockN,
-          Config::kThreads, Config::kSmemBytes, p.batch * p.heads_kv * ceil_div(p.seqlen_k, Config::kBlockN)};
-}
-
-template <int kHeadDim>
-KernelPlan plan_of(const Problem& p, int smem_available) {
-  const KernelPlan plan = plan_of<fa2::BwdConfig<kHeadDim, false>>(p);
-  return plan.smem_bytes <= smem_available ? plan : plan_of<fa2::BwdConfig<kHeadDim, true>>(p);
-}
-
-}  // namespace
-
 KernelPlan plan_fa2_bwd(const Problem& p, int smem_available) {
-  switch (fa2::compiled_head_dim(p.head_dim)) {
-    case 64: return plan_of<64>(p, smem_available);
-    case 96: {
-      const KernelPlan plan = plan_of<fa2::BwdConfig<96, false>>(p);
-      return plan.smem_bytes <= smem_available ? plan : plan_of<128>(p, smem_available);
-    }
-    case 128: return plan_of<128>(p, smem_available);
-    case 192: return plan_of<192>(p, smem_available);
-    default: return plan_of<256>(p, smem_available);
-  }
+  return fa2::with_bwd_config(p.head_dim, smem_available, [&](auto config) {
+    return fa2::plan_of(config, p.batch * p.heads_kv * ceil_div(p.seqlen_k, config.kBlockN));
+  });
 }
 
 int launch_fa2_bwd(const BwdParams& p, int smem_available, void* stream) {

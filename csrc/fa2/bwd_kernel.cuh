@@ -38,24 +38,25 @@ struct Piece {
   template <class Element, int kDepth, bool kTransA, bool kTransB>
   __device__ __forceinline__ void multiply(Acc& acc, const char* a_tile, const char* b_tile, int lane) const {
     constexpr int kRowsA = kTransA ? kDepth : kRows, kRowsB = kTransB ? kDepth : kCols;
-    const uint32_t a_base = ptx::shared_address(a_tile), b_base = ptx::shared_address(b_tile);
-    const FragmentReader<kRowsA, kTransA ? Order::kCols16 : Order::kRows16> a_at(a_base, lane);
-    const FragmentReader<kRowsB, kTransB ? Order::kRows16 : Order::kCols16> b_at(b_base, lane);
+    const FragmentReader<kRowsA, kTransA ? Order::kCols16 : Order::kRows16, kTransA ? kPieceRows : 64> a_at(
+        ptx::shared_address(a_tile), lane, kTransA ? 0 : row0, kTransA ? row0 : 0);
+    const FragmentReader<kRowsB, kTransB ? Order::kRows16 : Order::kCols16, kTransB ? kPieceCols : 64> b_at(
+        ptx::shared_address(b_tile), lane, kTransB ? 0 : col0, kTransB ? col0 : 0);
 #pragma unroll
     for (int depth = 0; depth < kDepth; depth += 16) {
       uint32_t a[kM][4];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         if constexpr (kTransA)
-          ptx::ldmatrix_x4_trans(a[m], a_at.at(depth, row0 + m * 16));
+          ptx::ldmatrix_x4_trans(a[m], a_at.at(depth, m * 16));
         else
-          ptx::ldmatrix_x4(a[m], a_at.at(row0 + m * 16, depth));
+          ptx::ldmatrix_x4(a[m], a_at.at(m * 16, depth));
       }
       mma_step<Element>(acc, a, [&](uint32_t(&b)[4], int n) {
         if constexpr (kTransB)
-          ptx::ldmatrix_x4_trans(b, b_at.at(depth, col0 + n));
+          ptx::ldmatrix_x4_trans(b, b_at.at(depth, n));
         else
-          ptx::ldmatrix_x4(b, b_at.at(col0 + n, depth));
+          ptx::ldmatrix_x4(b, b_at.at(n, depth));
       });
     }
   }
@@ -81,6 +82,15 @@ struct BwdTile {
   int32_t q_begin, seqlen_q;  // of the sequence; packed rows are counted in 32 bits
   int32_t m_begin, m_end;              // the query blocks that see one of the tile's keys
   TileBand band;                       // of the whole sequence
+
+  // The query blocks of all heads of the group, one after the other.
+  struct QueryBlock {
+    int32_t head, m_block;
+  };
+  __device__ QueryBlock after(const QueryBlock& block) const {
+    if (block.m_block + 1 < m_end) return {block.head, block.m_block + 1};
+    return {block.head + 1, m_begin};
+  }
 
   typename PieceDkv::Acc acc_dk, acc_dv;
 
@@ -117,8 +127,9 @@ struct BwdTile {
                                                          t.row_stride, col_count(), static_cast<int>(p.head_dim));
   }
 
-  // Q and dO of a query block, one group of copies.
-  __device__ void load_queries(int head, int m_block, int stage) const {
+  // Q, dO, LSE and delta of a query block, one group of copies.
+  __device__ void load_queries(const QueryBlock& block, int stage) const {
+    const int head = block.head, m_block = block.m_block;
     const int row = m_block * kBlockM, count = seqlen_q - row, head_dim = static_cast<int>(p.head_dim);
     load_tile_async<kBlockM, kHeadDim, Config::kThreads>(
         ptx::shared_address(smem + Config::kAtQ + stage * Config::kBytesQ), rows(p.q, q_begin + row, head),
@@ -126,6 +137,13 @@ struct BwdTile {
     load_tile_async<kBlockM, kHeadDim, Config::kThreads>(
         ptx::shared_address(smem + Config::kAtDout + stage * Config::kBytesQ), rows(p.dout, q_begin + row, head),
         p.dout.row_stride, count, head_dim);
+    static_assert(2 * kBlockM <= Config::kThreads);
+    if (threadIdx.x < 2 * kBlockM) {
+      const int i = threadIdx.x % kBlockM;
+      const RowView& from = threadIdx.x < kBlockM ? p.lse : p.delta;
+      ptx::cp_async_ca_4(ptx::shared_address(statistics_at(stage) + threadIdx.x),
+                         statistics(from, q_begin + row + i, head), i < count ? 4 : 0);
+    }
     ptx::cp_async_commit_group();
   }
 
@@ -135,77 +153,80 @@ struct BwdTile {
     PieceDkv::zero(acc_dk);
     PieceDkv::zero(acc_dv);
     if (m_begin >= m_end) return;
+    QueryBlock block{first_head, m_begin}, next = after(block);
     load_keys(smem, p.k);
     load_keys(smem + Config::kAtV, p.v);
-    load_queries(first_head, m_begin, 0);
+    load_queries(block, 0);
     const bool k_finite = clean_keys();
 
-    int stage = 0;
-    for (int head = first_head; head < first_head + group; ++head) {
+    int stage = 0, left = group * (m_end - m_begin);  // blocks, with this one
+    if (Config::kStages == 3 && left > 1) load_queries(next, 1);
 #pragma unroll 1
-      for (int m_block = m_begin; m_block < m_end; ++m_block) {
-        ptx::cp_async_wait_group<0>();  // my copies of this Q and dO have landed
-        __syncthreads();  // everyone's have; and every warp is done with the last query block's P, dS, Q and dO
-        const bool last_block = m_block + 1 == m_end;
-        if (Config::kStages == 2 && !(last_block && head + 1 == first_head + group))
-          load_queries(last_block ? head + 1 : head, last_block ? m_begin : m_block + 1, stage ^ 1);
-        query_block(head, m_block, stage, k_finite);
-        if (Config::kStages == 2) {
-          stage ^= 1;
-        } else if (!(last_block && head + 1 == first_head + group)) {
-          __syncthreads();  // every warp is done with Q and dO
-          load_queries(last_block ? head + 1 : head, last_block ? m_begin : m_block + 1, 0);
-        }
-      }
+    for (; left > 0; --left) {
+      query_block(block, next, left, stage, k_finite);
+      stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+      block = next;
+      next = after(next);
     }
     if (!k_finite && p.dq.ptr != nullptr) add_not_finite(first_head, group);
   }
 
-  __device__ void query_block(int head, int m_block, int stage, bool k_finite) {
-    char *s_k = smem, *s_v = smem + Config::kAtV, *s_p = smem + Config::kAtP, *s_ds = smem + Config::kAtDs;
+  // Who waits for whom. With 3 stages and two places for P and dS one barrier a block is enough: behind it every warp has
+  // written this block's P and dS, sees the next block's Q and dO, and is done with the last block, whose stage is loaded
+  // anew. So a warp may be as far as the next dP while another still adds its dQ. With fewer stages a second barrier, at
+  // the top, says that all are done with the last block and that all copies of this one have landed.
+  __device__ void query_block(const QueryBlock& block, const QueryBlock& next, int left, int stage, bool k_finite) {
+    const int head = block.head, m_block = block.m_block;
+    char *s_k = smem, *s_v = smem + Config::kAtV;
+    char *s_p = smem + Config::kAtP + left % Config::kBuffersP * Config::kBytesP, *s_ds = s_p + (Config::kAtDs - Config::kAtP);
     char *s_q = smem + Config::kAtQ + stage * Config::kBytesQ, *s_dout = smem + Config::kAtDout + stage * Config::kBytesQ;
     const int first_row = m_block * kBlockM, row_count = seqlen_q - first_row;
     const TileBand tile_band = band.from_row(first_row);
     const bool partial = !tile_band.covers(kBlockM, first_col(), kBlockN) || row_count < kBlockM;
     const float scale_log2 = static_cast<float>(p.softmax_scale * kLog2e);
+    if constexpr (Config::kStages < 3) {
+      ptx::cp_async_wait_group<0>();  // my copies of this Q and dO have landed
+      __syncthreads();  // everyone's have; and every warp is done with the last query block's P, dS, Q and dO
+    }
 
     // [4] recompute P and dS for each query block
-    float lse_log2[PieceS::kM][2], delta[PieceS::kM][2];
-    load_statistics(head, first_row, row_count, lse_log2, delta);
     {
-      typename PieceS::Acc acc_s;
+      typename PieceS::Acc acc_s, acc_dp;
       PieceS::zero(acc_s);
       piece_s.template multiply<Element, kHeadDim, false, false>(acc_s, s_q, s_k, lane);
-#pragma unroll
-      for (int m = 0; m < PieceS::kM; ++m) {
-#pragma unroll
-        for (int n = 0; n < PieceS::kN; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (!k_finite && bad_keys()[piece_s.col0 + n * 8 + fragment.col_of(i)]) acc_s[m][n][i] = neg_infinity<float>();
-            // P is at most 1. Where scores are so large that rounding LSE moves it by more than log(row_sum), this
-            // bounds P.
-            const float exponent = ptx::min_nan(fmaf(acc_s[m][n][i], scale_log2, -lse_log2[m][i / 2]), 0.0f);
-            acc_s[m][n][i] = ptx::ex2_approx_ftz(exponent);
-            if (partial && !sees(tile_band, row_count, m, n, i)) acc_s[m][n][i] = 0;
-          }
-        }
+      // Here, where the products hide what it costs to work out addresses.
+      if (Config::kStages == 2 && left > 1) load_queries(next, stage ^ 1);
+      float lse_log2[PieceS::kM][2], delta[PieceS::kM][2];
+      read_statistics(stage, lse_log2, delta);
+      if (!k_finite) {
+        for_each([&](int m, int n, int i) {
+          if (bad_keys()[piece_s.col0 + n * 8 + fragment.col_of(i)]) acc_s[m][n][i] = neg_infinity<float>();
+        });
       }
-      typename PieceS::Acc acc_dp;
       PieceS::zero(acc_dp);
       piece_s.template multiply<Element, kHeadDim, false, false>(acc_dp, s_dout, s_v, lane);
+      for_each([&](int m, int n, int i) {
+        // P is at most 1. Where scores are so large that rounding LSE moves it by more than log(row_sum), this bounds P.
+        const float exponent = ptx::min_nan(fmaf(acc_s[m][n][i], scale_log2, -lse_log2[m][i / 2]), 0.0f);
+        acc_s[m][n][i] = ptx::ex2_approx_ftz(exponent);
+        acc_dp[m][n][i] = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
+      });
+      if (partial) {
+        zero_masked(acc_s, tile_band, row_count);
+        zero_masked(acc_dp, tile_band, row_count);  // dP is not finite where V is not, though it is masked
+      }
       store_fragments<Element, kBlockM, PieceS::kM, PieceS::kN>(
           s_p, piece_s.row0, piece_s.col0, lane, [&](int m, int n, int i) { return acc_s[m][n][i]; });
       store_fragments<Element, kBlockM, PieceS::kM, PieceS::kN>(
-          s_ds, piece_s.row0, piece_s.col0, lane, [&](int m, int n, int i) {
-            const float ds = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
-            // dP is not finite where V is not, though the element is masked.
-            return partial && !sees(tile_band, row_count, m, n, i) ? 0.0f : ds;
-          });
+          s_ds, piece_s.row0, piece_s.col0, lane, [&](int m, int n, int i) { return acc_dp[m][n][i]; });
     }
-    __syncthreads();  // P and dS of every warp are there
+    if constexpr (Config::kStages == 3) ptx::cp_async_wait_group<0>();  // my copies of the next Q and dO have landed
+    __syncthreads();  // P and dS of every warp are there; with 3 stages also the next Q and dO
+    if (Config::kStages == 3 && left > 2) load_queries(after(next), stage == 0 ? 2 : stage - 1);
 
     // [5] dV += P^T dO and dK += dS^T Q
+    // Here and not at the top: the addresses of these products are then worked out when those of S are done with.
+    const int lane = ptx::opaque(this->lane);
     if (p.dk.ptr != nullptr) {
       piece_dkv.template multiply<Element, kBlockM, true, true>(acc_dv, s_p, s_dout, lane);
       piece_dkv.template multiply<Element, kBlockM, true, true>(acc_dk, s_ds, s_q, lane);
@@ -224,28 +245,57 @@ struct BwdTile {
       }
       pass_turn(head, m_block);
     }
+    if (Config::kStages == 1 && left > 1) {
+      __syncthreads();  // every warp is done with Q and dO
+      load_queries(next, 0);
+    }
   }
 
-  __device__ bool sees(const TileBand& tile_band, int row_count, int m, int n, int i) const {
-    const int row = piece_s.row0 + m * 16 + fragment.row_of(i);
-    return row < row_count && tile_band.sees(row, first_col() + piece_s.col0 + n * 8 + fragment.col_of(i));
+  // Every element that this lane holds of its warp's piece of the score tile.
+  template <class F>
+  __device__ __forceinline__ static void for_each(const F& f) {
+#pragma unroll
+    for (int m = 0; m < PieceS::kM; ++m)
+#pragma unroll
+      for (int n = 0; n < PieceS::kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(m, n, i);
   }
 
-  // LSE as an exponent of 2, and delta. Rows without a visible key and rows past the end get +inf: their P is 0.
-  __device__ void load_statistics(int head, int first_row, int row_count, float (&lse_log2)[PieceS::kM][2],
-                                  float (&delta)[PieceS::kM][2]) const {
-    const float* lse_rows = statistics(p.lse, q_begin + first_row, head);      // [row_count]
-    const float* delta_rows = statistics(p.delta, q_begin + first_row, head);  // [row_count]
+  __device__ __forceinline__ void zero_masked(typename PieceS::Acc& acc, const TileBand& tile_band, int row_count) const {
 #pragma unroll
     for (int m = 0; m < PieceS::kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = piece_s.row0 + m * 16 + fragment.row_of(2 * h);
-        const float lse = row < row_count ? lse_rows[row] : neg_infinity<float>();
-        lse_log2[m][h] = lse == neg_infinity<float>() ? -neg_infinity<float>() : lse * static_cast<float>(kLog2e);
-        delta[m][h] = row < row_count ? delta_rows[row] : 0.0f;
+        const TileBand::Keys keys = row < row_count ? tile_band.keys_of(row) : TileBand::Keys{INT32_MAX, 0};
+#pragma unroll
+        for (int n = 0; n < PieceS::kN; ++n) {
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i)
+            if (!keys.contain(first_col() + piece_s.col0 + n * 8 + fragment.col_of(i))) acc[m][n][i] = 0;
+        }
       }
     }
+  }
+
+  // LSE as an exponent of 2, and delta. Rows without a visible key get +inf: their P is 0. (What rows past the end get
+  // does not matter: they are masked.)
+  __device__ __forceinline__ void read_statistics(int stage, float (&lse_log2)[PieceS::kM][2],
+                                                  float (&delta)[PieceS::kM][2]) const {
+    const float* rows = statistics_at(stage) + piece_s.row0 + fragment.row;
+#pragma unroll
+    for (int m = 0; m < PieceS::kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float lse = rows[m * 16 + h * 8];
+        lse_log2[m][h] = lse == neg_infinity<float>() ? -neg_infinity<float>() : lse * static_cast<float>(kLog2e);
+        delta[m][h] = rows[kBlockM + m * 16 + h * 8];
+      }
+    }
+  }
+  __device__ float* statistics_at(int stage) const {  // [2][kBlockM]: LSE, delta
+    return reinterpret_cast<float*>(smem + Config::kAtStatistics) + stage * (2 * kBlockM);
   }
 
   // ---- dQ
@@ -335,11 +385,12 @@ struct BwdTile {
   }
 };
 
-template <class Element, int kHeadDim, bool kSmall>
-__global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmall>::kThreads, 1)
+template <class Element, int kHeadDim, int kSmemKb>
+__global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmemKb>::kThreads, BwdConfig<kHeadDim, kSmemKb>::kMinCtas)
 fa2_bwd_kernel(const __grid_constant__ BwdParams p, uint32_t first_batch_head) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if constexpr (BwdConfig<kHeadDim, kSmall>::kSmemBytes > 163 * 1024) return;  // no such GPU can launch it
+#ifdef __CUDA_ARCH__
+  // What a GPU never launches need not be compiled for it.
+  if constexpr (!has_shared_memory(__CUDA_ARCH__, kSmemKb)) return __trap();
 #endif
   extern __shared__ __align__(1024) char smem[];
   uint32_t task = blockIdx.x;
@@ -350,17 +401,17 @@ fa2_bwd_kernel(const __grid_constant__ BwdParams p, uint32_t first_batch_head) {
     task = static_cast<uint32_t>(ticket);
     first_batch_head = 0;  // tickets count through all launches
   }
-  BwdTile<Element, BwdConfig<kHeadDim, kSmall>> tile(p, smem, first_batch_head, task);
+  BwdTile<Element, BwdConfig<kHeadDim, kSmemKb>> tile(p, smem, first_batch_head, task);
   if (tile.col_count() <= 0) return;  // a packed sequence shorter than the longest
   tile.run();
   if (p.dk.ptr != nullptr) tile.finish();
 }
 
 // dQ = scale times the sums, rounded. A CTA converts one query tile of one head.
-template <class Element, int kHeadDim, bool kSmall>
-__global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmall>::kThreads)
+template <class Element, int kHeadDim, int kSmemKb>
+__global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmemKb>::kThreads)
 fa2_bwd_convert_dq_kernel(const __grid_constant__ BwdParams p, uint32_t first_batch_head) {
-  using Config = BwdConfig<kHeadDim, kSmall>;
+  using Config = BwdConfig<kHeadDim, kSmemKb>;
   using PieceDq = typename BwdTile<Element, Config>::PieceDq;
   constexpr int kBlockM = Config::kBlockM;
   extern __shared__ __align__(1024) char smem[];

@@ -48,8 +48,7 @@ struct FwdTile {
   };
   // Worked out anew where it is needed: beside S and O there are no registers to keep it in.
   __device__ Place place() const {
-    uint32_t task = blockIdx.x;
-    asm volatile("" : "+r"(task));  // or the compiler would keep it
+    const uint32_t task = ptx::opaque(blockIdx.x);
     const TileScheduler scheduler{p.heads, ceil_div(p.seqlen_q, kBlockM), p.causal != Causal::kOff};
     const Work work = scheduler.work_of(first_batch_head, task);
     const SeqInfo seq = SeqInfo::of(p, work.batch);
@@ -85,34 +84,50 @@ struct FwdTile {
 
   __device__ int row_of(int m, int i) const { return warp * kWarpRows + m * 16 + fragment.row_of(i); }
 
-  // ---- the ring: K of key block n is item 2n, its V item 2n + 1
+  // ---- K and V tiles, in kStages places each. With 2 the next block's load under this one's work, and one barrier a block
+  // is enough; with 1, where shared memory is short, V loads under Q K^T and the next K under the softmax and P V.
 
-  __device__ char* buffer(int item) const { return smem + Config::kBytesQ + item % Config::kRing * Config::kBytesRing; }
+  __device__ char* k_tile(int n_block) const { return smem + Config::kBytesQ + n_block % Config::kStages * Config::kBytesKV; }
+  __device__ char* v_tile(int n_block) const { return k_tile(n_block) + Config::kStages * Config::kBytesKV; }
 
-  // One group of copies for each item, empty behind the last, so that counting groups counts items.
-  __device__ void load_item(int item) const {
-    const int col = item / 2 * kBlockN;
-    if (item / 2 < block_end) {
-      const int64_t stride = item % 2 == 0 ? p.k.row_stride : p.v.row_stride;
-      load_tile_async<kBlockN, kHeadDim, Config::kThreads>(ptx::shared_address(buffer(item)),
-                                                           (item % 2 == 0 ? k : v) + col * stride, stride,
-                                                           band.seqlen_k - col, static_cast<int>(p.head_dim));
-    }
-    ptx::cp_async_commit_group();
+  __device__ void load_keys(char* to, const Element* from, int64_t row_stride, int n_block) const {
+    const int col = n_block * kBlockN;
+    load_tile_async<kBlockN, kHeadDim, Config::kThreads>(ptx::shared_address(to), from + col * row_stride, row_stride,
+                                                         band.seqlen_k - col, static_cast<int>(p.head_dim));
+  }
+  __device__ void load_k(int n_block) const {
+    if (n_block < block_end) load_keys(k_tile(n_block), k, p.k.row_stride, n_block);
+  }
+  __device__ void load_v(int n_block) const {
+    if (n_block < block_end) load_keys(v_tile(n_block), v, p.v.row_stride, n_block);
   }
 
-  // Waits for an item, and starts the load of the one whose buffer has become free. With `clean`, infinities and NaN of
-  // the item become zero; returns whether there were any.
-  __device__ bool next_item(int item, bool clean) const {
-    ptx::cp_async_wait_group<Config::kRing - 2>();  // my own copies of this item have landed
-    bool found = false;
-    // Every thread's have after the barrier; and every thread is done with the item before this one.
+  // Waits for this thread's copies, then for everyone's, who are then also done with what they read before. With `clean`,
+  // infinities and NaN of V become zero; returns whether there were any.
+  __device__ bool wait_for_tiles(int n_block, bool clean) const {
+    ptx::cp_async_wait_group<0>();
     if (clean)
-      found = __syncthreads_or(
-          clean_tile<kBlockN, kHeadDim, Config::kThreads, Element>(buffer(item), [](int) {}));
-    else
-      __syncthreads();
-    load_item(item + Config::kRing - 1);
+      return __syncthreads_or(
+          clean_tile<kBlockN, kHeadDim, Config::kThreads, Element>(v_tile(n_block), [](int) {}));
+    __syncthreads();
+    return false;
+  }
+  __device__ bool wait_for_k(int n_block, bool partial) const {
+    const bool found = wait_for_tiles(n_block, Config::kStages == 2 && partial);
+    if constexpr (Config::kStages == 2) {
+      load_k(n_block + 1);
+      load_v(n_block + 1);
+    } else {
+      load_v(n_block);
+    }
+    ptx::cp_async_commit_group();
+    return found;
+  }
+  __device__ bool wait_for_v(int n_block, bool partial) const {
+    if constexpr (Config::kStages == 2) return false;  // it came with K
+    const bool found = wait_for_tiles(n_block, partial);
+    load_k(n_block + 1);
+    ptx::cp_async_commit_group();
     return found;
   }
 
@@ -129,26 +144,24 @@ struct FwdTile {
     }
     if (block_begin >= block_end) return;
 
-    // [3] load Q: in the group of the first key block
+    // [3] load Q, with the first key block
     load_tile_async<kBlockM, kHeadDim, Config::kThreads>(ptx::shared_address(smem), queries(place(), p.q), p.q.row_stride,
                                                          row_count, static_cast<int>(p.head_dim));
-#pragma unroll
-    for (int item = 0; item < Config::kRing - 1; ++item) load_item(2 * block_begin + item);
+    load_k(block_begin);
+    if constexpr (Config::kStages == 2) load_v(block_begin);
+    ptx::cp_async_commit_group();
 
 #pragma unroll 1
     for (int n_block = block_begin; n_block < block_end; ++n_block) {  // [4] for each key block
       const int col = n_block * kBlockN;
       const bool partial = !band.covers(kBlockM, col, kBlockN);
       float acc_s[kM][kN][4] = {};
-
-      // Without this the compiler works out the addresses of all products ahead of the loop, and runs out of registers.
-      int lane = this->lane;
-      asm volatile("" : "+r"(lane));
+      const int thread = ptx::opaque(threadIdx.x), lane = thread % 32;
 
       // [4a] S = Q K^T
-      next_item(2 * n_block, false);
+      poisoned |= wait_for_k(n_block, partial);
       const FragmentReader<kBlockM, Order::kRows16> q_at(ptx::shared_address(smem) + warp * (kWarpRows * 128), lane);
-      const FragmentReader<kBlockN, Order::kCols16> k_at(ptx::shared_address(buffer(2 * n_block)), lane);
+      const FragmentReader<kBlockN, Order::kCols16> k_at(ptx::shared_address(k_tile(n_block)), lane);
 #pragma unroll
       for (int depth = 0; depth < kHeadDim; depth += 16) {
         uint32_t a[kM][4];
@@ -160,9 +173,19 @@ struct FwdTile {
       // [4b] score_mod and mask
       if (p.softmax_scale == 0) for_each(acc_s, [](float& s, int, int, int) { s = 0; });  // 0 * -inf would be NaN
       if (partial) {
-        for_each(acc_s, [&](float& s, int m, int n, int i) {
-          if (!band.sees(row_of(m, i), col + n * 8 + fragment.col_of(i))) s = neg_infinity<float>();
-        });
+        const int first = col + Fragment::of(lane).col;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const TileBand::Keys keys = band.keys_of(thread / 32 * kWarpRows + m * 16 + Fragment::of(lane).row_of(2 * h));
+#pragma unroll
+            for (int n = 0; n < kN; ++n)
+#pragma unroll
+              for (int i = 2 * h; i < 2 * h + 2; ++i)
+                if (!keys.contain(first + n * 8 + i % 2)) acc_s[m][n][i] = neg_infinity<float>();
+          }
+        }
       }
 
       // [4c] online softmax
@@ -180,8 +203,8 @@ struct FwdTile {
       }
 
       // [4d] O += P V
-      poisoned |= next_item(2 * n_block + 1, partial);
-      const FragmentReader<kBlockN, Order::kRows16> v_at(ptx::shared_address(buffer(2 * n_block + 1)), lane);
+      poisoned |= wait_for_v(n_block, partial);
+      const FragmentReader<kBlockN, Order::kRows16> v_at(ptx::shared_address(v_tile(n_block)), lane);
 #pragma unroll
       for (int depth = 0; depth < kBlockN; depth += 16) {
         uint32_t a[kM][4];
@@ -299,8 +322,7 @@ struct FwdTile {
         }
         // [7] write LSE
         const int row = row_of(m, 2 * h);
-        if (fragment.col == 0 && row < row_count)
-          lse[row] = lse_of(row_max[m][h], sum, natural());
+        if (lane % 4 == 0 && row < row_count) lse[row] = lse_of(row_max[m][h], sum, natural());
       }
     }
     // [6] write O: through Q's place, of which a warp reads and writes its own rows only, so that stores are 16 bytes

@@ -6,8 +6,14 @@
 #include <cstdint>
 
 #include "../core/common.h"
+#include "../flash.h"
 
 namespace flash::fa2 {
+
+template <class Config>
+KernelPlan plan_of(Config, int64_t ctas) {
+  return {Config::kHeadDim, Config::kBlockM, Config::kBlockN, Config::kThreads, Config::kSmemBytes, ctas};
+}
 
 // Lets a kernel have its shared memory, once for each device: the call costs a microsecond of host time.
 template <auto kKernel>

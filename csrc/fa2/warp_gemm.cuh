@@ -7,6 +7,7 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/registers.cuh"
 
 namespace flash::fa2 {
 
@@ -18,20 +19,19 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const Element* ro
   using Tile = SmemTile<kRows>;
   constexpr int kRowsAtOnce = kThreads / 8, kPanels = Tile::bytes(kCols) / Tile::kPanelBytes;
   static_assert(kRows % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
-  const int chunk = threadIdx.x % 8;  // eight threads read 128 bytes of a row
-  int row = threadIdx.x / 8;
-  uint32_t to = tile + Tile::offset(row, chunk);
+  const int thread = ptx::opaque(threadIdx.x);
+  const int chunk = thread % 8;  // eight threads read 128 bytes of a row
+  const int row = thread / 8;
+  const uint32_t to = tile + Tile::offset(row, chunk);
   const Element* from = rows + row * row_stride + chunk * 8;
 #pragma unroll
   for (int r = 0; r < kRows; r += kRowsAtOnce) {
+    const Element* from_r = from + r * row_stride;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      const bool there = row < count && chunk * 8 + panel * 64 < head_dim;
-      ptx::cp_async_cg_16(to + panel * Tile::kPanelBytes, there ? from + panel * 64 : rows, there ? 16 : 0);
+      const bool there = row + r < count && chunk * 8 + panel * 64 < head_dim;
+      ptx::cp_async_cg_16(to + r * Tile::kRowBytes + panel * Tile::kPanelBytes, from_r + panel * 64, there ? 16 : 0);
     }
-    row += kRowsAtOnce;  // step by step: multiples of the stride, worked out ahead, would fill the registers
-    to += kRowsAtOnce * Tile::kRowBytes;
-    from += kRowsAtOnce * row_stride;
   }
 }
 
@@ -68,21 +68,30 @@ __device__ __forceinline__ bool clean_tile(char* tile, const Found& found) {
 // kCols16: 8 rows x 16 columns, then the next 8 rows     (B stored [n][k]; A stored [k][m], transposed by ldmatrix).
 enum class Order { kRows16, kCols16 };
 
-template <int kRows, Order kOrder>
+// Addresses count from (row0, col0) of the tile. Where pieces are kPieceCols = 2^n columns wide and begin at multiples of
+// that, only (row0, col0) is worked out at run time: the rest are constants, and the swizzle one XOR.
+template <int kRows, Order kOrder, int kPieceCols = 64>
 struct FragmentReader {
+  static constexpr bool kPowerOf2 = (kPieceCols & (kPieceCols - 1)) == 0;
+  using Tile = SmemTile<kRows>;
   uint32_t lane_row, lane_chunk;  // address of the lane's row; its chunk in the swizzle, times 16
+  int col0;
 
-  __device__ __forceinline__ FragmentReader(uint32_t tile, int lane) {
+  __device__ __forceinline__ FragmentReader(uint32_t tile, int lane, int row0 = 0, int first_col = 0) : col0(first_col) {
     const int row = kOrder == Order::kRows16 ? lane % 16 : lane % 8 + lane / 16 * 8;
     const int chunk = kOrder == Order::kRows16 ? lane / 16 : lane / 8 % 2;
-    lane_row = tile + row * SmemTile<kRows>::kRowBytes;
+    lane_row = tile + (row0 + row) * Tile::kRowBytes;
     lane_chunk = (chunk ^ (row & 7)) << 4;
+    if constexpr (kPowerOf2) {
+      lane_row += col0 / 64 * Tile::kPanelBytes;
+      lane_chunk ^= col0 % 64 * 2;
+    }
   }
 
-  // Address for the 16 x 16 elements from (row0, col0) on; both are multiples of 16.
-  __device__ __forceinline__ uint32_t at(int row0, int col0) const {
-    return lane_row + row0 * SmemTile<kRows>::kRowBytes + col0 / 64 * SmemTile<kRows>::kPanelBytes +
-           (lane_chunk ^ (col0 % 64 * 2));
+  // Address for the 16 x 16 elements from (row, col) on; both are multiples of 16.
+  __device__ __forceinline__ uint32_t at(int row, int col) const {
+    if constexpr (!kPowerOf2) col += col0;
+    return lane_row + row * Tile::kRowBytes + col / 64 * Tile::kPanelBytes + (lane_chunk ^ (col % 64 * 2));
   }
 };
 
@@ -104,17 +113,27 @@ __device__ __forceinline__ void mma_step(float (&acc)[kM][kN][4], const uint32_t
 // Writes a warp's results, rounded, at (row0, col0) of a tile; `value(m, n, i)` is element i of fragment (m, n).
 template <class Element, int kRows, int kM, int kN, class Value>
 __device__ __forceinline__ void store_fragments(char* tile, int row0, int col0, int lane, const Value& value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const FragmentReader<kRows, Order::kRows16, kN * 8> to(ptx::shared_address(tile), lane, row0, col0);
+#else
   const Fragment f = Fragment::of(lane);
+  const FragmentReader<kRows, Order::kRows16, kN * 8> to(f.col * 2, f.row, row0, col0);
+#endif
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t d[4];
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const int row = row0 + m * 16 + f.row_of(i), col = col0 + n * 8;
-        *reinterpret_cast<uint32_t*>(tile + SmemTile<kRows>::offset(row, col / 8) + f.col * 2) =
-            ptx::cvt_rn_x2<Element>(value(m, n, i), value(m, n, i + 1));
-      }
+      for (int i = 0; i < 4; ++i)
+        d[i] = ptx::cvt_rn_x2<Element>(value(m, n + i / 2, i % 2 * 2), value(m, n + i / 2, i % 2 * 2 + 1));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      ptx::stmatrix_x4(to.at(m * 16, n * 8), d);
+#else
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        *reinterpret_cast<uint32_t*>(tile + to.at(m * 16 + i % 2 * 8, (n + i / 2) * 8)) = d[i];
+#endif
     }
   }
 }

@@ -14,6 +14,11 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t shared, const void* glob
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// 4 bytes through L1, for what is not aligned to more.
+__device__ __forceinline__ void cp_async_ca_4(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 // Closes the group of this thread's copies since the last one.
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
