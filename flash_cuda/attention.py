@@ -12,10 +12,10 @@ from flash_cuda import _C, arguments, dispatch
 if TYPE_CHECKING:
     from flash_cuda.masks import BlockMask
 
-# Versions that a CPU tensor reaches without asking dispatch, which costs host time; every other name goes there.
+# Versions that a call reaches without asking dispatch, which costs host time and which Dynamo cannot trace; every other
+# name goes there, and so does a call that the op refuses, to hear of every reason.
 _CPU_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cpu}
-# Dynamo cannot trace dispatch, which asks the driver; a call that a kernel refuses then hears of it when it runs.
-_COMPILED_CUDA_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cuda}
+_CUDA_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cuda}
 _SEED_LOW, _SEED_HIGH = -(2**63), 2**63 - 1
 
 
@@ -160,14 +160,10 @@ def _run(
 ):  # fmt: skip
     """Settles what is spelled in Python and calls the op. Every line here is host time of every call."""
     try:
-        code = _CPU_CODES.get(version) if q.is_cpu else None
-        if code is None and q.is_cuda and torch.compiler.is_compiling():
-            code = _COMPILED_CUDA_CODES.get(version)
+        features = softcap, alibi_slopes, bias, sinks, block_mask, dropout_p
+        code = _CPU_CODES.get(version) if q.is_cpu else _CUDA_CODES.get(version) if q.is_cuda else None
         if code is None:
-            features = dispatch.features_in_use(softcap, alibi_slopes, bias, sinks, block_mask, dropout_p)
-            code = dispatch.choose(
-                version, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], features=features, name=name
-            )
+            code = _choose(name, q, version, features)
         causal_code = arguments.CAUSAL_CODES.get(causal)
         if causal_code is None:
             raise ValueError(arguments.causal_problem(causal, name))
@@ -189,11 +185,25 @@ def _run(
             q, k, v, softmax_scale, causal_code, left, right, softcap, code, max_seqlen_q, max_seqlen_k, dropout_p,
             seed, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic,
         )  # fmt: skip
-    except (AttributeError, TypeError, NotImplementedError):
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: also NotImplementedError
         problem = arguments.type_problem(name, locals())
-        if problem is None:
-            raise
-        raise TypeError(problem) from None
+        if problem is not None:
+            raise TypeError(problem) from None
+        if q.is_cuda:
+            try:
+                _choose(name, q, version, features)
+            except (RuntimeError, ValueError, TypeError) as reasons:
+                raise reasons from None
+        raise
+
+
+def _choose(name, q, version, features):
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    return dispatch.choose(
+        version, device=q.device, dtype=dtype, head_dim=q.shape[-1], features=dispatch.features_in_use(*features),
+        name=name,
+    )  # fmt: skip
 
 
 def draw_seed(device: torch.device | str) -> torch.Tensor:

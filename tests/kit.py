@@ -143,12 +143,13 @@ def compare(got, inputs, *, wanted=(), grad_out=None, grad_lse=None, sum_roundin
     3 times with softcap. NaN and infinities must sit at the same places. LSE is held to float32. The rounding of ref is
     one of its largest value, and how far it moves by the rounding of what it is computed from: `out` and LSE, which
     every FlashAttention backward reads, and in float32 the sums (torch's own may round less by luck in small shapes).
-    sum_roundings: how often rowsum(dO * O), or what it is compared with, is rounded.
+    sum_roundings: how often a sum over head_dim (a score, or rowsum(dO * O)), or what it is compared with, is rounded.
     """
     grads = {"wanted": wanted, "grad_out": grad_out, "grad_lse": grad_lse}
     ref, ref_grads = _reference(inputs, torch.float64, wanted)
     noise = _moved_by_rounding(inputs, ref, ref_grads, grad_out, grad_lse, sum_roundings)
     ref |= ref_grads(grad_out, grad_lse)
+    noise["lse"] = (sum_roundings - 1) * torch.finfo(torch.float32).eps * _size_of_scores(inputs)
     if inputs.dtype in (torch.float32, torch.float64):
         sums = _moved_by_sums(inputs, ref, **grads)
         noise = {n: sums[n] + noise.get(n, 0.0) for n in sums}
@@ -166,6 +167,16 @@ def _error_of_torch(inputs, ref, grads):
     if inputs.dtype in (torch.bfloat16, torch.float16):
         same["lse"] = run_reference(inputs, torch.float32)["lse"]
     return {n: _largest((same[n].double() - ref[n])[ref[n].isfinite()]) for n in ref}
+
+
+def _size_of_scores(inputs):
+    """What a score, and each partial sum on the way to it, comes to where q and k do not know each other."""
+    q, k = (inputs.leaves[n].double().nan_to_num(0.0, 0.0, 0.0) for n in "qk")
+    if q.numel() == 0 or k.numel() == 0:
+        return 0.0
+    scale = inputs.options.get("softmax_scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return scale * _largest(q.norm(dim=-1)) * _largest(k.norm(dim=-1)) * q.shape[-1] ** -0.5
 
 
 def _largest(x):

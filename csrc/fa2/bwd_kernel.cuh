@@ -153,20 +153,20 @@ struct BwdTile {
     PieceDkv::zero(acc_dk);
     PieceDkv::zero(acc_dv);
     if (m_begin >= m_end) return;
-    QueryBlock block{first_head, m_begin}, next = after(block);
+    QueryBlock block{first_head, m_begin};
     load_keys(smem, p.k);
     load_keys(smem + Config::kAtV, p.v);
     load_queries(block, 0);
     const bool k_finite = clean_keys();
 
     int stage = 0, left = group * (m_end - m_begin);  // blocks, with this one
-    if (Config::kStages == 3 && left > 1) load_queries(next, 1);
+    if (Config::kStages == 3 && left > 1) load_queries(after(block), 1);
 #pragma unroll 1
     for (; left > 0; --left) {
+      const QueryBlock next = after(block);
       query_block(block, next, left, stage, k_finite);
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;
       block = next;
-      next = after(next);
     }
     if (!k_finite && p.dq.ptr != nullptr) add_not_finite(first_head, group);
   }
@@ -178,7 +178,7 @@ struct BwdTile {
   __device__ void query_block(const QueryBlock& block, const QueryBlock& next, int left, int stage, bool k_finite) {
     const int head = block.head, m_block = block.m_block;
     char *s_k = smem, *s_v = smem + Config::kAtV;
-    char *s_p = smem + Config::kAtP + left % Config::kBuffersP * Config::kBytesP, *s_ds = s_p + (Config::kAtDs - Config::kAtP);
+    char *s_p = smem + Config::kAtP + (left & (Config::kBuffersP - 1)) * Config::kBytesP, *s_ds = s_p + (Config::kAtDs - Config::kAtP);
     char *s_q = smem + Config::kAtQ + stage * Config::kBytesQ, *s_dout = smem + Config::kAtDout + stage * Config::kBytesQ;
     const int first_row = m_block * kBlockM, row_count = seqlen_q - first_row;
     const TileBand tile_band = band.from_row(first_row);

@@ -92,8 +92,9 @@ struct FwdTile {
 
   __device__ void load_keys(char* to, const Element* from, int64_t row_stride, int n_block) const {
     const int col = n_block * kBlockN;
-    load_tile_async<kBlockN, kHeadDim, Config::kThreads>(ptx::shared_address(to), from + col * row_stride, row_stride,
-                                                         band.seqlen_k - col, static_cast<int>(p.head_dim));
+    load_tile_async<kBlockN, kHeadDim, Config::kThreads, (kM == 1)>(ptx::shared_address(to), from + col * row_stride,
+                                                                    row_stride, band.seqlen_k - col,
+                                                                    static_cast<int>(p.head_dim));
   }
   __device__ void load_k(int n_block) const {
     if (n_block < block_end) load_keys(k_tile(n_block), k, p.k.row_stride, n_block);
