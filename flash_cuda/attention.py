@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # name goes there, and so does a call that the op refuses, to hear of every reason.
 _CPU_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cpu}
 _CUDA_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cuda}
+_CAUSAL_CODES = arguments.CAUSAL_CODES
+_forward = _C.forward
+_is_compiling, _wants_deterministic = torch.compiler.is_compiling, torch.are_deterministic_algorithms_enabled
 _SEED_LOW, _SEED_HIGH = -(2**63), 2**63 - 1
 
 
@@ -160,11 +163,10 @@ def _run(
 ):  # fmt: skip
     """Settles what is spelled in Python and calls the op. Every line here is host time of every call."""
     try:
-        features = softcap, alibi_slopes, bias, sinks, block_mask, dropout_p
-        code = _CPU_CODES.get(version) if q.is_cpu else _CUDA_CODES.get(version) if q.is_cuda else None
+        code = _CUDA_CODES.get(version) if q.is_cuda else _CPU_CODES.get(version) if q.is_cpu else None
         if code is None:
-            code = _choose(name, q, version, features)
-        causal_code = arguments.CAUSAL_CODES.get(causal)
+            code = _choose(name, q, version, softcap, alibi_slopes, bias, sinks, block_mask, dropout_p)
+        causal_code = _CAUSAL_CODES.get(causal)
         if causal_code is None:
             raise ValueError(arguments.causal_problem(causal, name))
         left, right = (-1, -1) if window_size is None else arguments.window_sides(window_size, name)
@@ -176,11 +178,11 @@ def _run(
         # A p outside [0, 1) draws nothing and gets its error below.
         seed = draw_seed(q.device) if 0 < dropout_p < 1 else None
         if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+            deterministic = _wants_deterministic()
         elif deterministic is not True and deterministic is not False:  # pybind11 would take anything with a truth
             raise TypeError
         # Dynamo cannot see through _C.forward; torch.ops costs three times its host time in eager mode.
-        forward = torch.ops.flash_cuda.fwd.default if torch.compiler.is_compiling() else _C.forward
+        forward = torch.ops.flash_cuda.fwd.default if _is_compiling() else _forward
         return forward(
             q, k, v, softmax_scale, causal_code, left, right, softcap, code, max_seqlen_q, max_seqlen_k, dropout_p,
             seed, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic,
@@ -191,13 +193,13 @@ def _run(
             raise TypeError(problem) from None
         if q.is_cuda:
             try:
-                _choose(name, q, version, features)
+                _choose(name, q, version, softcap, alibi_slopes, bias, sinks, block_mask, dropout_p)
             except (RuntimeError, ValueError, TypeError) as reasons:
                 raise reasons from None
         raise
 
 
-def _choose(name, q, version, features):
+def _choose(name, q, version, *features):
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
     return dispatch.choose(

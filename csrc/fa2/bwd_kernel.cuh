@@ -80,8 +80,8 @@ struct BwdTile {
   // [1] which tile is mine
   int32_t batch, head_kv, n_block;
   int32_t q_begin, seqlen_q;  // of the sequence; packed rows are counted in 32 bits
-  int32_t m_begin, m_end;              // the query blocks that see one of the tile's keys
-  TileBand band;                       // of the whole sequence
+  int32_t m_begin, m_end;     // the query blocks that see one of the tile's keys
+  TileBand band;              // of the whole sequence
 
   // The query blocks of all heads of the group, one after the other.
   struct QueryBlock {
@@ -178,7 +178,8 @@ struct BwdTile {
   __device__ void query_block(const QueryBlock& block, const QueryBlock& next, int left, int stage, bool k_finite) {
     const int head = block.head, m_block = block.m_block;
     char *s_k = smem, *s_v = smem + Config::kAtV;
-    char *s_p = smem + Config::kAtP + (left & (Config::kBuffersP - 1)) * Config::kBytesP, *s_ds = s_p + (Config::kAtDs - Config::kAtP);
+    char* s_p = smem + Config::kAtP + (left & (Config::kBuffersP - 1)) * Config::kBytesP;
+    char* s_ds = s_p + (Config::kAtDs - Config::kAtP);
     char *s_q = smem + Config::kAtQ + stage * Config::kBytesQ, *s_dout = smem + Config::kAtDout + stage * Config::kBytesQ;
     const int first_row = m_block * kBlockM, row_count = seqlen_q - first_row;
     const TileBand tile_band = band.from_row(first_row);
