@@ -1,4 +1,17 @@
-// Tiles of fa2 on CUDA: how large, by how many warps, and what they take of a CTA's shared memory.
+// Tiles of fa2 on CUDA: how large, by how many warps, and what they take of a CTA's shared memory. On sm_90, with TFLOP/s
+// of an H200 (bf16, S = 4096, not causal, bursts; in brackets times torch's FLASH_ATTENTION; why these: benchmarks/notes.md)
+//
+//   pass      head dim   queries x keys   warps x CTAs   stages   shared memory   registers   TFLOP/s
+//   forward      64        128 x 96         4 x 2          2         64 KB           255       332 (1.10)
+//                96        128 x 48         4 x 2          2         80 KB           238       353 (1.03)
+//               128        128 x 48         4 x 2          2         80 KB           255       391 (1.10)
+//               192         64 x 64         4 x 2          1         72 KB           220       326 (1.02)
+//               256         64 x 64         4 x 2          1         96 KB           244       342 (1.05)
+//   backward     64         64 x 64         4 x 3          2         65 KB           167       282 (1.02)
+//                96         64 x 128        8 x 1          3        226 KB           236       289 (1.00)
+//               128         64 x 128        8 x 1          3        226 KB           255       337 (1.12)
+//               192         64 x 64         8 x 1          3        226 KB           236       256 (1.01)
+//               256         64 x 64         8 x 1          2        209 KB           248       260 (1.02)
 #pragma once
 #include "../core/smem_tile.h"
 
@@ -32,10 +45,9 @@ struct FwdConfig {
   static constexpr int kSmemBytes = kBytesQ + 2 * kStages * kBytesKV;
 };
 
-// Shared memory that a CTA may have, in KB: 227 on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120.
-// BwdConfig is made for one of these.
-
-// May code for this architecture (its __CUDA_ARCH__) run on a GPU with that much? Code for sm_80 also runs on sm_86.
+// Shared memory that a CTA may have, in KB: 227 on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120. Backward
+// has a configuration for each. May code for an architecture (its __CUDA_ARCH__) run on a GPU with that much? Code for
+// sm_80 also runs on sm_86.
 FLASH_HD constexpr bool has_shared_memory(int arch, int kb) {
   return arch < 900 ? kb != 227 : kb == (arch < 1200 ? 227 : 99);
 }
@@ -54,8 +66,9 @@ struct BwdConfig {
 
   // Q, dO, LSE and delta: with 2 stages the next block's load under this one's work, with 3 those of the next but one.
   static constexpr bool kRoomy = kSmemKb == 227 && kHeadDim > 64 && kHeadDim < 256;
-  static constexpr int kStages = kRoomy ? 3 : kHeadDim == 64 || kSmemKb == 227 || (kSmemKb == 163 && kHeadDim < 256) ? 2 : 1;
-  static constexpr int kBuffersP = kRoomy ? 2 : 1;  // with 2, this block's P and dS are written while the last one's are read
+  static constexpr bool kTight = kHeadDim > 64 && (kSmemKb == 99 || (kSmemKb == 163 && kHeadDim == 256));
+  static constexpr int kStages = kRoomy ? 3 : kTight ? 1 : 2;
+  static constexpr int kBuffersP = kRoomy ? 2 : 1;  // with 2, P and dS are written while the last block's are read
 
   // S, dP: queries x keys. dK, dV: keys x head_dim. dQ: queries x head_dim.
   static constexpr int kWarpsM_S = kHeadDim == 96 ? 4 : 2;

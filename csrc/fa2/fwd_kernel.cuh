@@ -1,4 +1,4 @@
-// FlashAttention-2 forward (Dao 2023, Algorithm 1) for sm_80 and newer: a CTA owns one query tile, its warps split the
+// FlashAttention-2 forward (Dao 2023, Algorithm 1) for sm_80 and newer: a CTA owns one query tile, its warps split its
 // rows, key tiles stream past. P never leaves the registers; O stays in them until it is divided by row_sum, at the end.
 #pragma once
 #include <cuda_bf16.h>
@@ -45,6 +45,8 @@ struct FwdTile {
     int32_t batch, head;
     SeqInfo seq;
     Range rows;  // of the sequence
+
+    __device__ int32_t row_count() const { return static_cast<int32_t>(rows.end - rows.begin); }
   };
   // Worked out anew where it is needed: beside S and O there are no registers to keep it in.
   __device__ Place place() const {
@@ -61,7 +63,7 @@ struct FwdTile {
     const Place at = place();
     const Band whole = Band::of(p, at.seq);
     const Range blocks = blocks_of(whole.keys_of(at.rows.begin, at.rows.end), kBlockN);
-    row_count = static_cast<int32_t>(at.rows.end - at.rows.begin);
+    row_count = at.row_count();
     block_begin = static_cast<int32_t>(blocks.begin);
     block_end = static_cast<int32_t>(blocks.end);
     band = TileBand::of(whole).from_row(static_cast<int32_t>(at.rows.begin));
@@ -305,6 +307,7 @@ struct FwdTile {
 
   __device__ void finish() {
     const Place at = place();
+    const int32_t row_count = at.row_count();
     float* lse = static_cast<float*>(p.lse.ptr) + at.batch * p.lse.batch_stride + at.head * p.lse.head_stride +
                  at.seq.q_begin + at.rows.begin;  // [row_count]
     // [5] normalise
