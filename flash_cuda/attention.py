@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # name goes there, and so does a call that the op refuses, to hear of every reason.
 _CPU_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cpu}
 _CUDA_CODES = {None: 2} | {v.name: v.code for v in dispatch.VERSIONS.values() if v.cuda}
-_CAUSAL_CODES = arguments.CAUSAL_CODES
+_CUDA_DTYPES, _CAUSAL_CODES = dispatch.CUDA_DTYPES, arguments.CAUSAL_CODES
 _forward = _C.forward
 _is_compiling, _wants_deterministic = torch.compiler.is_compiling, torch.are_deterministic_algorithms_enabled
 _SEED_LOW, _SEED_HIGH = -(2**63), 2**63 - 1
@@ -163,7 +163,11 @@ def _run(
 ):  # fmt: skip
     """Settles what is spelled in Python and calls the op. Every line here is host time of every call."""
     try:
-        code = _CUDA_CODES.get(version) if q.is_cuda else _CPU_CODES.get(version) if q.is_cpu else None
+        compiling, code = _is_compiling(), None
+        if q.is_cpu:
+            code = _CPU_CODES.get(version)
+        elif q.is_cuda and (compiling or q.dtype in _CUDA_DTYPES):
+            code = _CUDA_CODES.get(version)
         if code is None:
             code = _choose(name, q, version, softcap, alibi_slopes, bias, sinks, block_mask, dropout_p)
         causal_code = _CAUSAL_CODES.get(causal)
@@ -182,7 +186,7 @@ def _run(
         elif deterministic is not True and deterministic is not False:  # pybind11 would take anything with a truth
             raise TypeError
         # Dynamo cannot see through _C.forward; torch.ops costs three times its host time in eager mode.
-        forward = torch.ops.flash_cuda.fwd.default if _is_compiling() else _forward
+        forward = torch.ops.flash_cuda.fwd.default if compiling else _forward
         return forward(
             q, k, v, softmax_scale, causal_code, left, right, softcap, code, max_seqlen_q, max_seqlen_k, dropout_p,
             seed, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sinks, blocks, block_q, block_k, deterministic,
@@ -200,8 +204,8 @@ def _run(
 
 
 def _choose(name, q, version, *features):
-    device = q.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    """What dispatch says to this call: the version's code, or an error with every reason."""
+    dtype = torch.get_autocast_dtype("cuda") if q.is_cuda and torch.is_autocast_enabled("cuda") else q.dtype
     return dispatch.choose(
         version, device=q.device, dtype=dtype, head_dim=q.shape[-1], features=dispatch.features_in_use(*features),
         name=name,
