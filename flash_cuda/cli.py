@@ -49,6 +49,10 @@ def _device(text: str) -> str:
     return text
 
 
+def _by_device(defaults: dict[str, object]) -> str:
+    return ", ".join(f"{value} on {device}" for device, value in defaults.items())
+
+
 def parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -62,8 +66,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", choices=dispatch.VERSIONS, help="default: the best that runs")
     p.add_argument("--steps", type=_positive,
                    help=f"default: {demo.DEFAULT_STEPS}, or what {demo.TIME_LIMIT} s allow on a slow machine")
-    p.add_argument("--context", type=_at_least(2), default=demo.DEFAULT_CONTEXT, help="bytes; default: %(default)s")
-    p.add_argument("--dtype", choices=demo_report.ALLOWED, default="float32", help="of q, k and v; default: float32")
+    p.add_argument("--context", type=_at_least(2), help=f"bytes; default: {_by_device(demo.DEFAULT_CONTEXT)}")
+    p.add_argument("--dtype", choices=demo_report.ALLOWED,
+                   help=f"of q, k and v; default: {_by_device(demo.DEFAULT_DTYPE)}")
     p.add_argument("--seed", type=int, default=0, help="default: 0")
     p.add_argument("--out", default="flash_cuda_demo.png", help="the picture; default: %(default)s")
     p.set_defaults(run=_demo)

@@ -13,11 +13,14 @@ from flash_cuda.explain import human_bytes
 if TYPE_CHECKING:
     from flash_cuda.demo import Run, Settings
 
-# How far the two training losses may part, in nats. Both runs add the same numbers in another order, and training
-# carries that forward from step to step. Measured over 240 steps, fa1 and fa2 against standard attention: at most
-# 1.5e-5 over three seeds (bfloat16: 2.2e-2). A softmax_scale that is wrong by 0.1 % parts them by 1.2e-3 within 50
-# steps, a dK that is wrong by 1 % by 9e-4.
-ALLOWED = {"float32": 5e-4, "bfloat16": 0.1}
+# How far the two training losses may part, in nats: in the first EARLY_STEPS, and after them. Both runs add the same
+# numbers in another order, and training carries that forward and blows it up from step to step, so the early steps tell
+# the most. Measured at the defaults over 50 to 240 steps, fa1 and fa2 against standard attention, two to four seeds: at
+# most 1e-6 and 2e-6 in float32, 9e-5 and 1.1e-2 in bfloat16. What is wrong parts them within 60 steps, at least:
+# float32: a softmax_scale that is off by 0.1 % 2e-4 late, a dV that is off by 1 % 4e-4 early;
+# bfloat16: a dV that is off by 10 % 4e-3 early, a dQ of zeros 6e-4 early and 7e-2 late.
+EARLY_STEPS = 30
+ALLOWED = {"float32": (1e-5, 5e-5), "bfloat16": (5e-4, 5e-2)}
 JUDGED_STEPS = 100  # a run shorter than this is not asked whether it learned
 
 
@@ -30,10 +33,12 @@ def differences(standard: Run, flash: Run) -> list[float]:
 def verdicts(standard: Run, flash: Run, settings: Settings, unigram: float) -> list[tuple[bool, str]]:
     """(passed, sentence) of every check."""
     gaps = differences(standard, flash)
-    worst, bound = max(gaps), ALLOWED[settings.dtype]
-    same = worst <= bound
+    parts = (gaps[:EARLY_STEPS], f"in the first {EARLY_STEPS} steps"), (gaps[EARLY_STEPS:], "after them")
+    found = [(max(part), bound, when) for (part, when), bound in zip(parts, ALLOWED[settings.dtype]) if part]
+    same = all(worst <= bound for worst, bound, _ in found)
     word = "differ by rounding only" if same else "PART BY MORE THAN ROUNDING"
-    results = [(same, f"the losses {word}: at most {worst:.2g} in training (step {gaps.index(worst) + 1}), allowed {bound:g}")]
+    at_most = ", ".join(f"{worst:.2g} {when} (allowed {bound:g})" for worst, bound, when in found)
+    results = [(same, f"the losses {word}: at most {at_most}")]
     steps, last = max(flash.validation), flash.validation[max(flash.validation)]
     context = f"validation loss {last:.3f} nats per byte; byte frequencies alone give {unigram:.3f}, guessing 5.545"
     if steps < JUDGED_STEPS:
@@ -81,11 +86,17 @@ def cost_table(standard: Run, flash: Run) -> Table:
     return table
 
 
-MEASURED_HOW = (
-    "Memory: the most that torch's allocator had handed out at once, from the profiler's record of every allocation, "
-    "plus the tile buffers of flash_cuda's threads. Bytes moved: counted by the kernel for flash_cuda "
-    "(flash_cuda.last_call()), and for standard attention what reading and writing its score matrices takes "
-    "(FlashAttention paper, algorithms 0 and 3)."
+MEASURED_HOW = {
+    "cpu": "Memory: the most that torch's allocator had handed out at once, from the profiler's record of every "
+    "allocation, plus the tile buffers of flash_cuda's threads. Bytes moved: counted by the kernel for flash_cuda "
+    "(flash_cuda.last_call())",
+    "cuda": "Memory: the most that torch's allocator had handed out at once; tiles lie in shared memory, on the chip. "
+    "Bytes moved: nothing counts them on a GPU, so for flash_cuda what its tiles load and store by the model of "
+    "flash_cuda.explain()",
+}
+STANDARD_MOVES = (
+    ", and for standard attention what reading and writing its score matrices takes (FlashAttention paper, algorithms "
+    "0 and 3)."
 )
 
 
@@ -109,7 +120,9 @@ def plot(standard: Run, flash: Run, settings: Settings, unigram: float) -> None:
     floor = 1e-8  # where an exact match goes, which has no place on a logarithmic axis
     middle.semilogy(steps, [max(gap, floor) for gap in differences(standard, flash)], ".", markersize=3,
                     color="tab:blue", label="|difference| of the training losses (0 shown as 1e-8)")
-    middle.axhline(ALLOWED[settings.dtype], color="tab:red", label="allowed")
+    early, late = ALLOWED[settings.dtype]
+    middle.plot(steps, [early if step <= EARLY_STEPS else late for step in steps], color="tab:red",
+                drawstyle="steps-mid", label="allowed")
     middle.set(title="They part by rounding only", xlabel="step", ylabel="nats per byte")
     middle.legend(fontsize=8, loc="lower right")
 
@@ -134,7 +147,7 @@ def plot(standard: Run, flash: Run, settings: Settings, unigram: float) -> None:
 def report(standard: Run, flash: Run, settings: Settings, unigram: float, console: Console) -> int:
     console.print(loss_table(standard, flash))
     console.print(cost_table(standard, flash))
-    console.print(MEASURED_HOW, style="dim")
+    console.print(MEASURED_HOW[settings.device_type] + STANDARD_MOVES, style="dim")
     plot(standard, flash, settings, unigram)
     console.print(f"curves: {settings.out}")
     failed = False

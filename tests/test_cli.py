@@ -45,6 +45,7 @@ def test_a_missing_module_is_one_line():
     (("demo", "--context", "x"), "--context: must be a whole number of at least 2, got 'x'"),
     (("demo", "--device", "abacus"), "--device: must be a device such as cpu or cuda:0, got 'abacus'"),
     (("demo", "--device", "cuda:99"), "--device: cuda:99 is not on this machine"),
+    (("demo", "--device", "meta"), "--device must be cpu or cuda, got 'meta'"),
     (("demo", "--version", "fa9"), "--version: invalid choice: 'fa9'"),
     (("demo", "--dtype", "int8"), "--dtype: invalid choice"),
     (("bench", "--isa", "sse9"), "--isa: invalid choice: 'sse9'"),
