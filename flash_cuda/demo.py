@@ -33,7 +33,7 @@ DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 TOKENS_PER_STEP = {"cpu": 2048, "cuda": 16384}
 TIME_LIMIT = 140  # seconds of training when --steps is not given: a slow machine trains fewer steps, not longer
 # Calm on purpose: training blows up what rounding does. At 2e-3 after 20 steps of warming up, runs in bfloat16 part by
-# 0.7 nats and runs in float32 by 2e-4, which would hide a wrong kernel; like this by 1e-2 and 2e-6
+# 0.3 nats and runs in float32 by 2e-4, which would hide a wrong kernel; like this by 1e-2 and 2e-6
 # (demo_report.ALLOWED), for 0.02 nats of the loss at the end.
 LEARNING_RATE, WARM_UP, MAX_GRADIENT = 1.4e-3, 40, 1.0
 MIN_CORPUS = 1_000_000

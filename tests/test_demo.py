@@ -103,7 +103,8 @@ EARLY, LATE = demo_report.ALLOWED["float32"]
     ([2.0] * 100, 2.9, [True, False]),
     ([2.0] * 100, math.nan, [True, False]),
     ([2.0] * 10, 2.9, [True, True]),
-], ids=["good", "parted", "parted early", "more is allowed later", "nan", "not learned", "nan validation", "too short to judge"])  # fmt: skip
+], ids=["good", "parted", "parted early", "more is allowed later", "nan", "not learned", "nan validation",
+        "too short to judge"])  # fmt: skip
 def test_the_verdict(losses, last, passed):
     standard = finished([2.0] * len(losses), {0: 5.5, len(losses): 2.0})
     flash = finished(losses, {0: 5.5, len(losses): last})
