@@ -72,6 +72,7 @@ WRONG = {
     "a wrong output": lambda true: lambda q, k, v: true(q, k, v) * 1.1,
     "a wrong dV": lambda true: lambda q, k, v: true(q, k, scaled(1.1)(v)),
     "a wrong dQ": lambda true: lambda q, k, v: true(scaled(-1.0)(q), k, v),
+    "a dQ of zeros": lambda true: lambda q, k, v: true(scaled(0.0)(q), k, v),
     "NaN": lambda true: lambda q, k, v: true(q, k, v) * math.nan,
 }
 
