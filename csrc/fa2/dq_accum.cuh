@@ -3,6 +3,7 @@
 // them by the same threads, is the only one to know that order.
 #pragma once
 #include "../core/block_info.h"
+#include "../ptx/memory.cuh"
 
 namespace flash::fa2 {
 
@@ -28,9 +29,7 @@ __device__ __forceinline__ void dq_add(float* tile, const float* sums) {
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(tile + dq_place<kThreads>(i)), "f"(sums[i]),
-                 "f"(sums[i + 1]), "f"(sums[i + 2]), "f"(sums[i + 3])
-                 : "memory");
+    ptx::red_add_v4(tile + dq_place<kThreads>(i), sums + i);
 #else
 #pragma unroll
     for (int e = i; e < i + 4; ++e) atomicAdd(tile + dq_place<kThreads>(e), sums[e]);

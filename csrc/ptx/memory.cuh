@@ -1,4 +1,4 @@
-// Loads and stores by which CTAs wait for each other.
+// Instructions on global memory that several CTAs use at once.
 #pragma once
 
 namespace flash::ptx {
@@ -13,6 +13,15 @@ __device__ __forceinline__ int ld_acquire_gpu(const int* address) {
 __device__ __forceinline__ void st_release_gpu(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(address), "r"(value) : "memory");
 }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Adds four floats that lie side by side; the address is aligned to 16 bytes.
+__device__ __forceinline__ void red_add_v4(float* address, const float* sums) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(sums[0]), "f"(sums[1]),
+               "f"(sums[2]), "f"(sums[3])
+               : "memory");
+}
+#endif
 
 // Waits for another CTA. A build with FLASH_BOUNDED_WAITS ends the kernel with an error instead of waiting for ever.
 __device__ __forceinline__ void wait_until_equal(const int* address, int value) {
