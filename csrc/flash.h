@@ -69,9 +69,10 @@ struct BwdParams : FwdParams {  // out and lse are inputs here
   RowView dlse;                 // ptr null: the loss does not use LSE
   RowView delta;                // workspace: rowsum(dout * out) - dlse
   void* dq_accum;               // workspace, accumulation type: [splits, heads, rows of all sequences, head_dim];
-                                // CUDA: zeroed by the caller, [heads, dq_tiles_of_head] tiles (fa2/dq_accum.cuh)
+                                // CUDA: [heads, dq_tiles_of_head, dq_tile_size], see fa2/dq_accum.cuh
   int64_t dq_tiles_of_head;     // CUDA
-  int32_t* dq_turns;            // CUDA, deterministic: zeroed, [1 + heads * dq_tiles_of_head]; null: in any order
+  int64_t dq_tile_size;         // CUDA: floats; the launcher knows it
+  int32_t* dq_turns;            // CUDA, deterministic: workspace, [1 + heads * dq_tiles_of_head]; null: in any order
   void* dbias;                  // the sizes of bias, contiguous, bias_dtype
   int64_t dbias_size[4];
   void* dsinks;  // [heads], accumulation type
@@ -91,15 +92,19 @@ struct KernelPlan {
   int64_t grid;  // CTAs
 };
 
+// Shared memory that a CTA may use on the current device with the code that this build has for it. An error where it has
+// none.
+int fa2_smem_available(int* bytes);
+
 // Attention: bf16 and fp16, head_dim a multiple of 8 up to 256, rows and pointers aligned to 16 bytes, masks and windows
-// but none of the pointers to features above. smem_available: shared memory that a CTA may have on the device; a plan
-// that takes more cannot be launched.
+// but none of the pointers to features above. smem_available: from fa2_smem_available; a plan that takes more cannot be
+// launched.
 KernelPlan plan_fa2_fwd(const Problem& p);
 KernelPlan plan_fa2_bwd(const Problem& p, int smem_available);
 int launch_fa2_fwd(const FwdParams& p, void* stream);
 int launch_fa2_bwd(const BwdParams& p, int smem_available, void* stream);  // with p.delta as workspace
 
-// delta = rowsum(dout * out) - dlse, from p.out, p.dout, p.dlse into p.delta.
+// delta = rowsum(dout * out) - dlse, from p.out, p.dout, p.dlse into p.delta. Zeroes p.dq_accum and p.dq_turns.
 int launch_bwd_preprocess(const BwdParams& p, void* stream);
 
 }  // namespace flash

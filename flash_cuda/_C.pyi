@@ -140,6 +140,10 @@ def cpu_plan(
 ) -> _CpuPlan:
     """The plan that a call of these sizes would run, without any tensor."""
 
+def cuda_smem_available(device: int = -1, /) -> int:
+    """Bytes of shared memory that a CTA may have on a CUDA device (-1: the current one) with the code that the build has
+    for it; 0 when it has none. RuntimeError in a build for CPU only."""
+
 class _CudaPlan(TypedDict):
     head_dim: int
     tile: tuple[int, int]

@@ -47,7 +47,8 @@ def attention(
     ``softcap * tanh(s / softcap)``; ALiBi subtracts ``slope * |i + diag - j|``; a float bias is added; then the masks
     hide elements. ``diag`` is ``seqlen_k - seqlen_q`` (bottom right), or 0 with ``causal="top_left"``. A query that
     sees no key gets output 0, LSE -inf and zero gradients. NaN and Inf in keys and values that are masked reach no
-    output and no gradient.
+    output and no gradient; those in q and in the gradient of `out` are a query's own, and the keys and values of its
+    sequence may get them in their gradients, seen by it or not.
 
     On CUDA tensors fa2 runs, without softcap, alibi_slopes, bias, sinks, block_mask and dropout_p for now: these are
     refused by name.
@@ -205,9 +206,8 @@ def _run(
 
 def _choose(name, q, version, *features):
     """What dispatch says to this call: the version's code, or an error with every reason."""
-    dtype = torch.get_autocast_dtype("cuda") if q.is_cuda and torch.is_autocast_enabled("cuda") else q.dtype
     return dispatch.choose(
-        version, device=q.device, dtype=dtype, head_dim=q.shape[-1], features=dispatch.features_in_use(*features),
+        version, device=q.device, dtype=dispatch.dtype_in_kernel(q), head_dim=q.shape[-1], features=dispatch.features_in_use(*features),
         name=name,
     )  # fmt: skip
 

@@ -47,6 +47,7 @@ VERSIONS: dict[str, Version] = {
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 CUDA_LARGEST_HEAD_DIM = 256
+CUDA_MOST_ROWS, CUDA_MOST = 2**29, 2**31 - 1  # the kernels count in 32 bits
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,28 @@ def features_in_use(softcap, alibi_slopes, bias, sinks, block_mask, dropout_p) -
     return tuple(name for name, is_given in given.items() if is_given)
 
 
+def dtype_in_kernel(q: torch.Tensor) -> torch.dtype:
+    """The dtype of q once autocast has cast it."""
+    kind = q.device.type
+    if kind not in ("cpu", "cuda") or q.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return q.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def reasons(
-    version: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...] = ()
-) -> list[Reason]:
+    version: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...] = (),
+    rows: int = 0, packed_rows: int = 0, heads: int = 0,
+) -> list[Reason]:  # fmt: skip
     """Every reason why `version` cannot run a call like this; an empty list means that it runs.
 
     features: the arguments in use that not every kernel takes, as `features_in_use` tells.
+    rows: the length of the longest sequence. packed_rows: of all packed ones together. heads: those of the whole batch.
     """
     v = VERSIONS[version]
     if device.type == "cuda":
-        return _cuda_reasons(v, device, dtype, head_dim, features)
+        counts = {"rows in a sequence": (rows, CUDA_MOST_ROWS), "packed rows": (packed_rows, CUDA_MOST),
+                  "heads in the whole batch": (heads, CUDA_MOST)}  # fmt: skip
+        return _cuda_reasons(v, device, dtype, head_dim, features, counts)
     found = []
     if device.type not in ("cpu", "meta"):
         found.append(Reason("input", f"{v.name} runs on cpu tensors", f"{device.type}", "move q, k and v to the CPU"))
@@ -98,8 +111,9 @@ def reasons(
 
 
 def _cuda_reasons(
-    v: Version, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...]
-) -> list[Reason]:
+    v: Version, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...],
+    counts: dict[str, tuple[int, int]],
+) -> list[Reason]:  # fmt: skip
     found = []
     if not v.cuda:
         found.append(
@@ -122,13 +136,12 @@ def _cuda_reasons(
             Reason("here", f"{v.name} needs compute capability {_dotted(v.capability)} or newer", _dotted(capability),
                    "name an older version")
         )  # fmt: skip
-    elif _C.cuda_built() and 1 <= head_dim <= CUDA_LARGEST_HEAD_DIM:
-        needs, has = _C.cuda_plan("forward", head_dim=head_dim)["smem_bytes"], shared_memory(device)
-        if needs > has:
-            found.append(
-                Reason("here", f"{v.name} needs {needs} bytes of shared memory for a head_dim of {head_dim}", f"{has}",
-                       "use a smaller head_dim")
-            )  # fmt: skip
+    elif _C.cuda_built() and shared_memory(device) == 0:
+        found.append(
+            Reason("here", f"{v.name} needs code for compute capability {_dotted(capability)} in the build",
+                   f"code for {', '.join(_C.cuda_archs())}",
+                   f"run FLASH_CUDA_ARCHS={capability[0]}{capability[1]} pip install --no-build-isolation .")
+        )  # fmt: skip
     if dtype not in CUDA_DTYPES:
         allowed = " and ".join(str(d).removeprefix("torch.") for d in CUDA_DTYPES)
         found.append(Reason("input", f"{v.name} takes {allowed} on CUDA", f"{dtype}", "convert q, k and v with .to()"))
@@ -137,6 +150,9 @@ def _cuda_reasons(
             Reason("input", f"{v.name} takes a head_dim of 1 to {CUDA_LARGEST_HEAD_DIM} on CUDA", f"{head_dim}",
                    "split the heads")
         )  # fmt: skip
+    for what, (has, limit) in counts.items():
+        if has > limit:
+            found.append(Reason("input", f"{v.name} takes at most {limit} {what} on CUDA", f"{has}", "split the call"))
     if features:
         found.append(
             Reason("input", f"{v.name} takes masks and windows but no other feature on CUDA yet", ", ".join(features),
@@ -146,8 +162,8 @@ def _cuda_reasons(
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of it that a CTA may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Bytes of it that a CTA may have with the code that the build has for the device; 0 when it has none."""
+    return _C.cuda_smem_available(-1 if device.index is None else device.index)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -130,6 +130,7 @@ def explain(
             raise TypeError
         if layout != "bshd":
             q, k, v = arguments.to_bshd(q, k, v, layout, name)
+        q, k, v = map(_as_cast, (q, k, v))
         sizes, options = _settle(
             name, q, k, v, causal, softmax_scale, window_size, softcap, alibi_slopes, bias, sinks, block_mask,
             dropout_p, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -218,6 +219,12 @@ def _bias_traffic(bias: torch.Tensor) -> traffic.Bias:
     return traffic.Bias(bias.numel(), bias.element_size(), by_row, by_col)
 
 
+def _as_cast(x: torch.Tensor) -> torch.Tensor:
+    """x, or a tensor like what autocast makes of it."""
+    dtype = dispatch.dtype_in_kernel(x)
+    return x if dtype == x.dtype else torch.empty_like(x, dtype=dtype, requires_grad=x.requires_grad)
+
+
 def _is_copied(x: torch.Tensor) -> bool:
     """As unit_stride (CPU) and aligned_rows (CUDA) of csrc/torch decide."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -231,8 +238,10 @@ def _is_copied(x: torch.Tensor) -> bool:
 def _explain_version(version, q, sizes, options, work, want, block_mask, features) -> VersionPlan:
     v = dispatch.VERSIONS[version]
     reasons = dispatch.reasons(
-        version, device=q.device, dtype=q.dtype, head_dim=sizes["head_dim"], features=features
-    )
+        version, device=q.device, dtype=q.dtype, head_dim=sizes["head_dim"], features=features,
+        rows=max(sizes["seqlen_q"], sizes["seqlen_k"]), heads=sizes["batch"] * sizes["heads"],
+        packed_rows=max(sizes["total_q"], sizes["total_k"]) if sizes["packed"] else 0,
+    )  # fmt: skip
     if reasons:
         # What the machine lacks comes first: changing the input would not help then.
         status = NOT_HERE if any(reason.kind == "here" for reason in reasons) else NOT_THIS_INPUT

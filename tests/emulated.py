@@ -23,8 +23,10 @@ EMULATOR = ROOT / "tests" / "emulator"
 FLAGS = ("-std=c++17 -O1 -fPIC -fvisibility=default -ffp-contract=off -U_FORTIFY_SOURCE -w"
          " -fsanitize=alignment -fsanitize-undefined-trap-on-error")
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}
-SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_90": 227}  # what a CTA may have there
-ARCHS = {"sm_80": 800, "sm_86": 800, "sm_90": 900}  # __CUDA_ARCH__: sm_86 runs sm_80's code
+# GPUs: the __CUDA_ARCH__ of the code that runs there, and the KB of shared memory that a CTA may have. The last two are
+# what PTX is for: an H200 with a build for sm_80 alone, and an sm_120 with one for sm_90.
+ARCHS = {"sm_80": (800, 163), "sm_86": (800, 99), "sm_90": (900, 227), "sm_90 by sm_80": (800, 227),
+         "sm_120 by sm_90": (900, 99)}  # fmt: skip
 
 
 class TensorView(ctypes.Structure):
@@ -49,7 +51,7 @@ class Params(ctypes.Structure):
         ("block_mask_k", c_int64), ("dropout_p", c_double), ("dropout_seed", c_void_p),
         *((n, TensorView) for n in ("q", "k", "v", "out")), ("lse", RowView),
         *((n, TensorView) for n in ("dout", "dq", "dk", "dv")), ("dlse", RowView), ("delta", RowView),
-        ("dq_accum", c_void_p), ("dq_tiles_of_head", c_int64), ("dq_turns", c_void_p),
+        ("dq_accum", c_void_p), ("dq_tiles_of_head", c_int64), ("dq_tile_size", c_int64), ("dq_turns", c_void_p),
         ("dbias", c_void_p), ("dbias_size", c_int64 * 4), ("dsinks", c_void_p),
     ]  # fmt: skip
 
@@ -68,7 +70,7 @@ def library(arch, edit=None):
 
     edit: (text, other text): what to change in them, to see that a test would notice.
     """
-    number = ARCHS[arch]
+    number = ARCHS[arch][0]
     sources = sorted(p for f in ("core", "fa2", "kernels") for p in (ROOT / "csrc" / f).iterdir()) + [ROOT / "csrc/flash.h"]
     digest = hashlib.sha256(f"{FLAGS} {number} {edit}".encode())
     for path in (*sources, *sorted(p for p in EMULATOR.rglob("*") if p.is_file()), Path(__file__)):
@@ -150,8 +152,10 @@ class Call:
     def __init__(self, q, k, packed, causal, softmax_scale, window_size, deterministic, arch, seed, late_copies,
                  edit):
         self.lib, self.arch, self.deterministic, self.packed = library(arch, edit), arch, deterministic, packed
-        self.smem = SMEM_KB[arch] * 1024
-        self.lib.schedule(seed, late_copies, self.smem)
+        self.lib.schedule(seed, late_copies, ARCHS[arch][1] * 1024)
+        smem = c_int32()
+        assert self.lib.smem_available(byref(smem)) == 0
+        self.smem = smem.value
         left, right = window_size or (None, None)
         p = self.params = Params()
         p.head_dim, p.heads, p.heads_kv = -(-q.shape[-1] // 8) * 8, q.shape[-2], k.shape[-2]
@@ -199,10 +203,10 @@ class Call:
             p.dq_tiles_of_head = (q.shape[0] // plan.block_m + p.batch if self.packed
                                   else p.batch * -(-p.seqlen_q // plan.block_m))
             tiles = p.heads * p.dq_tiles_of_head
-            dq_accum = torch.zeros(tiles, plan.block_m, plan.head_dim)
+            dq_accum = torch.full((tiles, plan.block_m, plan.head_dim), float("nan"))
             p.dq_accum = dq_accum.data_ptr()
             if self.deterministic:
-                dq_turns = torch.zeros(1 + tiles, dtype=torch.int32)
+                dq_turns = torch.full((1 + tiles,), -7, dtype=torch.int32)
                 p.dq_turns = dq_turns.data_ptr()
         if want_dkv:
             p.dk, p.dv = _view(dk), _view(dv)

@@ -164,10 +164,15 @@ def test_compile(grad):
         assert all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.parametrize("kind", ("contiguous", "heads_first", "sliced", "last_strided"))
+@pytest.mark.parametrize("kind", ("contiguous", "heads_first", "sliced", "last_strided", "heads_first, last strided"))
 @pytest.mark.parametrize("head_dim", (64, 20))
-def test_fake_tensors_have_the_strides_of_real_ones(head_dim, kind):  # case 39
-    leaves = [kit.restride(t.to(CUDA), kind) for t in cases.build(case(head_dim=head_dim)).leaves.values()]
+@pytest.mark.parametrize("seqlen_k", (260, 0))
+def test_fake_tensors_have_the_strides_of_real_ones(seqlen_k, head_dim, kind):  # case 39
+    leaves = [t.to(CUDA) for t in cases.build(case(head_dim=head_dim, seqlen_k=seqlen_k)).leaves.values()]
+    if kind == "heads_first, last strided":
+        leaves = [kit.restride(t.repeat_interleave(2, -1), "heads_first")[..., ::2] for t in leaves]
+    else:
+        leaves = [kit.restride(t, kind) for t in leaves]
     options = (None, 0, -1, -1, 0.0, 2, 0, 0, 0.0, *(None,) * 7, 0, 0, False)
     torch.library.opcheck(torch.ops.flash_cuda.fwd.default, (*leaves, *options),
                           test_utils=("test_schema", "test_faketensor"))

@@ -277,8 +277,8 @@ def cuda_reasons(monkeypatch, *, built, capability):
     monkeypatch.setattr(_C, "cuda_built", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(dispatch, "shared_memory", lambda device: 232448 if capability == (9, 0) else 101376)
-    monkeypatch.setattr(_C, "cuda_plan", lambda pass_, head_dim: {"smem_bytes": 41_000 if head_dim <= 64 else 200_000})
+    monkeypatch.setattr(dispatch, "shared_memory", lambda device: {(9, 0): 232448, (8, 6): 101376}.get(capability, 0))
+    monkeypatch.setattr(_C, "cuda_archs", lambda: ["86", "90a"])
     cuda = torch.device("cuda", 0)
     return {v: dispatch.reasons(v, device=cuda, dtype=torch.bfloat16, head_dim=64) for v in dispatch.VERSIONS}
 
@@ -310,13 +310,21 @@ def test_reasons_name_what_is_missing(monkeypatch):
     assert {version: len(found) for version, found in by_version.items()} == {"fa1": 1, "fa2": 0, "fa3": 1}
 
 
+def test_a_build_without_code_for_the_gpu_says_how_to_get_it(monkeypatch):
+    (reason,) = cuda_reasons(monkeypatch, built=True, capability=(8, 0))["fa2"]
+    assert reason.kind == "here" and reason.value == "code for 86, 90a" and "compute capability 8.0" in reason.rule
+    assert "FLASH_CUDA_ARCHS=80 " in reason.fix
+
+
 def test_reasons_of_a_cuda_call(monkeypatch):
     cuda_reasons(monkeypatch, built=True, capability=(8, 6))
     cuda = {"device": torch.device("cuda", 0), "dtype": torch.float16, "head_dim": 64}
     reasons = lambda **changes: dispatch.reasons("fa2", **(cuda | changes))  # noqa: E731
     assert reasons() == []
-    (reason,) = reasons(head_dim=128)
-    assert (reason.kind, reason.value) == ("here", "101376") and "200000 bytes of shared memory" in reason.rule
+    for limit, name in ((2**29, "rows"), (2**31 - 1, "packed_rows"), (2**31 - 1, "heads")):
+        assert reasons(**{name: limit}) == []
+        (reason,) = reasons(**{name: limit + 1})
+        assert (reason.kind, reason.value) == ("input", str(limit + 1)) and f"at most {limit} " in reason.rule
     (reason,) = reasons(head_dim=264)
     assert (reason.kind, reason.value) == ("input", "264") and "head_dim of 1 to 256" in reason.rule
     (reason,) = reasons(dtype=torch.float32)

@@ -30,6 +30,24 @@ def test_the_plan_is_what_runs(version, isa):
     assert str(plan).startswith(f"{ran.version} would run: {ran.kernel} (version={asked})\n")
 
 
+def test_the_plan_is_what_runs_under_autocast():
+    q, k, v = qkv()
+    for dtype, tag in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        with torch.autocast("cpu", dtype):
+            for inputs in ((q, k, v), (q.to(dtype), k, v), (q, k.double().float(), v[..., ::2].repeat(1, 1, 1, 2))):
+                plan = explain(*inputs)
+                flash_cuda.attention(*inputs)
+                ran = flash_cuda.last_call()
+                assert (plan.versions["fa2"].forward.kernel, plan.copies) == (ran.kernel, ran.copies)
+                assert ran.kernel.endswith(tag)
+            strided = torch.randn(2, 70, 4, 64)[..., ::2]  # is not copied: the cast has contiguous rows
+            plan = explain(strided, k, v)
+            flash_cuda.attention(strided, k, v)
+            assert plan.copies == flash_cuda.last_call().copies == ()
+        with torch.autocast("cpu", dtype):
+            assert explain(*qkv(dtype=torch.float64)).versions["fa2"].forward.kernel.endswith("fp64")
+
+
 def test_every_version_answers():
     plan = explain(*qkv())
     assert {name: v.status for name, v in plan.versions.items()} == {"fa1": RUNS, "fa2": RUNS, "fa3": NOT_HERE}

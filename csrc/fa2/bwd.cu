@@ -18,8 +18,11 @@ KernelPlan plan_fa2_bwd(const Problem& p, int smem_available) {
   });
 }
 
-int launch_fa2_bwd(const BwdParams& p, int smem_available, void* stream) {
+int launch_fa2_bwd(const BwdParams& params, int smem_available, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const KernelPlan plan = plan_fa2_bwd(params, smem_available);
+  BwdParams p = params;
+  p.dq_tile_size = int64_t{plan.block_m} * plan.head_dim;
   if (const int error = launch_bwd_preprocess(p, stream); error != cudaSuccess) return error;
   return p.dtype == DType::kFloat16 ? fa2::launch_bwd<__half>(p, cuda_stream, smem_available)
                                     : fa2::launch_bwd<__nv_bfloat16>(p, cuda_stream, smem_available);

@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(BwdConfig<kHeadDim, kSmemKb>::kThreads, BwdCon
 fa2_bwd_kernel(const __grid_constant__ BwdParams p, uint32_t first_batch_head) {
 #ifdef __CUDA_ARCH__
   // What a GPU never launches need not be compiled for it.
-  if constexpr (!has_shared_memory(__CUDA_ARCH__, kSmemKb)) return __trap();
+  if constexpr (!is_compiled(__CUDA_ARCH__, kSmemKb)) return __trap();
 #endif
   extern __shared__ __align__(1024) char smem[];
   uint32_t task = blockIdx.x;

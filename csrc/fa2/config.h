@@ -46,10 +46,12 @@ struct FwdConfig {
 };
 
 // Shared memory that a CTA may have, in KB: 227 on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120. Backward
-// has a configuration for each. May code for an architecture (its __CUDA_ARCH__) run on a GPU with that much? Code for
-// sm_80 also runs on sm_86.
-FLASH_HD constexpr bool has_shared_memory(int arch, int kb) {
-  return arch < 900 ? kb != 227 : kb == (arch < 1200 ? 227 : 99);
+// has a configuration for each.
+constexpr int kSmemKbs[] = {227, 163, 99};
+// Is there code with that configuration for an architecture (its __CUDA_ARCH__)? Where it may run: sm_80's also on sm_86,
+// and the PTX of any on all that are newer.
+FLASH_HD constexpr bool is_compiled(int arch, int smem_kb) {
+  return smem_kb == 99 || (arch < 900 ? smem_kb == 163 : arch < 1200 && smem_kb == 227);
 }
 
 // Backward: a CTA owns kBlockN keys and streams kBlockM queries past them. Its warps share each of the five products,
@@ -59,9 +61,10 @@ FLASH_HD constexpr bool has_shared_memory(int arch, int kb) {
 template <int kHeadDim_, int kSmemKb_>
 struct BwdConfig {
   static constexpr int kHeadDim = kHeadDim_, kSmemKb = kSmemKb_;
-  static constexpr int kBlockM = kSmemKb == 99 && kHeadDim > 64 && kHeadDim < 256 ? 32 : 64;
-  static constexpr int kBlockN = kHeadDim == 96 || kHeadDim == 128 ? 128 : 64;
-  static constexpr int kWarps = kHeadDim == 64 ? 4 : 8, kThreads = kWarps * 32;
+  static constexpr bool kSmallest = kSmemKb == 99 && kHeadDim == 256;  // only 32 x 32 fits
+  static constexpr int kBlockM = kSmemKb == 99 && kHeadDim > 64 ? 32 : 64;
+  static constexpr int kBlockN = kHeadDim == 96 || kHeadDim == 128 ? 128 : kSmallest ? 32 : 64;
+  static constexpr int kWarps = kHeadDim == 64 || kSmallest ? 4 : 8, kThreads = kWarps * 32;
   static constexpr int kMinCtas = kHeadDim > 64 ? 1 : kSmemKb == 227 ? 3 : kSmemKb == 163 ? 2 : 1;
 
   // Q, dO, LSE and delta: with 2 stages the next block's load under this one's work, with 3 those of the next but one.
@@ -87,6 +90,7 @@ struct BwdConfig {
   static constexpr int kAtP = kAtDout + kStages * kBytesQ, kAtDs = kAtP + kBuffersP * kBytesP;
   static constexpr int kAtStatistics = kAtDs + kBuffersP * kBytesP;
   static constexpr int kAtBadKeys = kAtStatistics + kStages * kBytesStatistics, kSmemBytes = kAtBadKeys + kBlockN;
+  static_assert(kSmemBytes + 1024 <= kSmemKb * 1024);  // 1024: what the static `ticket` takes, with its alignment
 };
 
 // Calls f with the FwdConfig, or the BwdConfig, that serves a head dim.

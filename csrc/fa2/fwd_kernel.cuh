@@ -20,6 +20,10 @@ namespace flash::fa2 {
 // tiles only. P is then up to 2^8, which fp16 holds as exactly as 1.
 constexpr float kRescaleFrom = 8.0f;
 
+// Up to here the maximum, once it is scaled and rounded, is off by less than 1, as an exponent of 2: all of a row's P are
+// off by the same factor then, which O does not see. Beyond it is subtracted before it is scaled, so that P stays in range.
+constexpr float kExactShift = 1 << 24;
+
 template <class Element, class Config>
 struct FwdTile {
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
@@ -39,6 +43,7 @@ struct FwdTile {
 
   float acc_o[kM][kD][4];
   float row_max[kM][2], row_sum[kM][2];  // row_sum: what this lane has added, its part of the row
+  bool huge = false;                     // a row_max has been beyond kExactShift
 
   // [1] which tile is mine
   struct Place {
@@ -257,6 +262,7 @@ struct FwdTile {
         for (int h = 0; h < 2; ++h) {
           const float factor = rescale_of(row_max[m][h], grown[m][h], scale_log2);
           row_max[m][h] = grown[m][h];
+          huge |= fabsf(finite_max(grown[m][h]) * scale_log2) > kExactShift;
           row_sum[m][h] *= factor;
 #pragma unroll
           for (int d = 0; d < kD; ++d) {
@@ -266,11 +272,16 @@ struct FwdTile {
         }
       }
     }
+    float shift_scale = scale_log2;
+    if (huge) {
+      for_each(acc_s, [&](float& s, int m, int, int i) { s -= finite_max(row_max[m][i / 2]); });
+      shift_scale = 0;
+    }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = finite_max(row_max[m][h]) * scale_log2;
+        const float shift = finite_max(row_max[m][h]) * shift_scale;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll

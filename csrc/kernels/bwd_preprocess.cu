@@ -1,5 +1,6 @@
 // Before any backward kernel: delta = rowsum(dout * out) - dlse. With it the gradient of a score is P * (dP - delta),
-// and a gradient that comes through LSE costs nothing more. Bound by memory: out and dout are read once.
+// and a gradient that comes through LSE costs nothing more. Bound by memory: out and dout are read once. The sums of dQ
+// become zero on the way, which would take a launch of its own otherwise.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -18,11 +19,19 @@ struct alignas(sizeof(Element) * kVec) Vector {
   Element element[kVec];
 };
 
+template <class T>
+__device__ void zero(T* to, int64_t count) {  // by all threads of the grid
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) to[i] = T{};
+}
+
 // A row is read by `lanes` neighbouring threads (a power of two up to a warp), kVec elements at a time.
 template <class Element, int kVec>
 __global__ void __launch_bounds__(kThreads) bwd_preprocess_kernel(const __grid_constant__ BwdParams p, int lanes) {
   using Vec = Vector<Element, kVec>;
   const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, groups = kThreads / lanes;
+  const int64_t dq_tiles = p.heads * p.dq_tiles_of_head;
+  if (p.dq_accum != nullptr) zero(static_cast<float4*>(p.dq_accum), dq_tiles * p.dq_tile_size / 4);
+  if (p.dq_turns != nullptr) zero(p.dq_turns, 1 + dq_tiles);
   const int64_t row_tiles = ceil_div(p.seqlen_q, kTileRows), tiles = p.batch * p.heads * row_tiles;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t first = tile % row_tiles * kTileRows;
@@ -72,8 +81,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   int lanes = 1;
   while (lanes < 32 && lanes * kVec < p.head_dim) lanes *= 2;
   const int64_t tiles = p.batch * p.heads * ceil_div(p.seqlen_q, kTileRows);
-  if (tiles == 0) return cudaSuccess;
-  const unsigned grid = static_cast<unsigned>(min_of(tiles, kMaxGrid));
+  const unsigned grid = static_cast<unsigned>(max_of<int64_t>(1, min_of(tiles, kMaxGrid)));  // 1: there may be zeros to write
   bwd_preprocess_kernel<Element, kVec><<<grid, kThreads, 0, stream>>>(p, lanes);
   return cudaGetLastError();
 }

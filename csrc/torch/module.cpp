@@ -203,6 +203,15 @@ py::dict cpu_plan(const std::string& pass, int64_t version, at::ScalarType dtype
   return plan_dict(cpu::plan_bwd(schedule, p, budget, static_cast<int>(threads.value_or(at::get_num_threads()))));
 }
 
+// Shared memory that a CTA of this build's kernels may have on a CUDA device; 0 where no code of it runs.
+int64_t smem_available(int64_t device) {
+#ifdef FLASH_WITH_CUDA
+  return cuda_smem_available(device);
+#else
+  TORCH_CHECK(false, "flash_cuda._C.cuda_smem_available: this build is for CPU only");
+#endif
+}
+
 // What a CUDA kernel of fa2 will take for these sizes, where a CTA may have `smem_available` bytes of shared memory.
 py::dict cuda_plan(const std::string& pass, int64_t batch, int64_t heads, int64_t heads_kv, int64_t head_dim,
                    int64_t seqlen_q, int64_t seqlen_k, int64_t smem_available) {
@@ -251,6 +260,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         arg("causal") = 0, arg("window_left") = -1, arg("window_right") = -1,
         arg("bias") = false, arg("sinks") = false, arg("dlse") = false, arg("dq") = true, arg("dkv") = true,
         arg("dbias") = false, arg("dsinks") = false, arg("fast_memory") = py::none(), arg("threads") = py::none());
+  m.def("cuda_smem_available", &smem_available, arg("device") = -1);
   m.def("cuda_plan", &cuda_plan, arg("pass_"), arg("batch") = 1, arg("heads") = 1, arg("heads_kv") = 1,
         arg("head_dim") = 64, arg("seqlen_q") = 1, arg("seqlen_k") = 1, arg("smem_available") = 0);
 }

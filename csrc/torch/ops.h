@@ -45,6 +45,9 @@ struct Options {
   const char* caller() const { return packed() ? "flash_cuda.attention_varlen" : "flash_cuda.attention"; }
 };
 
+// What fa2_smem_available says of a CUDA device, -1 for the current one; 0: this build has no code that runs there.
+int64_t cuda_smem_available(int64_t device);
+
 // Calls through the dispatcher, without boxing.
 Out2 call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o);
 Out5 call_bwd(const Tensor& dout, const OptTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -8,7 +8,6 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -49,27 +48,23 @@ void check_supported(const Options& o, const Tensor& q, const Sizes& s) {
   const int64_t longest = std::max(s.seqlen_q, s.seqlen_k), rows = s.packed ? std::max(s.total_q, s.total_k) : 0;
   if (longest > TileBand::kLongest || rows > std::numeric_limits<int32_t>::max())
     no_kernel(o, q, "fa2 takes sequences of at most 2**29 rows on CUDA, and 2**31 packed ones; split them");
+  if (s.batch * s.heads > std::numeric_limits<int32_t>::max())
+    no_kernel(o, q, "fa2 takes at most 2**31 - 1 heads over the whole batch on CUDA; split the batch");
   if (o.softcap != 0 || o.alibi_slopes || o.bias || o.sinks || o.block_mask || o.dropout_p != 0)
     no_kernel(o, q, "fa2 takes no softcap, alibi_slopes, bias, sinks, block_mask or dropout on CUDA; leave them out");
 }
 
-// Shared memory that a CTA may have on the current device.
+// fa2_smem_available, once for each device.
 int smem_available() {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
   const int device = c10::cuda::current_device();
   int bytes = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
   if (bytes == 0) {
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    check_launch(fa2_smem_available(&bytes));
     if (device < kDevices) known[device].store(bytes, std::memory_order_relaxed);
   }
   return bytes;
-}
-
-void check_fits(const Options& o, const Tensor& q, const KernelPlan& plan) {
-  TORCH_CHECK(plan.smem_bytes <= smem_available(), o.caller(), ": fa2 needs ", plan.smem_bytes,
-              " bytes of shared memory for a head_dim of ", plan.head_dim, ", got ", smem_available(), " on ",
-              q.device(), "; use a smaller head_dim");
 }
 
 bool is_aligned(const Tensor& t) {
@@ -160,7 +155,6 @@ Out2 fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_OPTION_PA
   p.out = view_of(out.rows);
   p.lse = row_view_of(lse);
   const KernelPlan plan = plan_fa2_fwd(p);
-  check_fits(o, q, plan);
   check_launch(launch_fa2_fwd(p, stream()));
   out.finish();
   record(false, o, q, plan, call.in.copies);
@@ -196,7 +190,6 @@ Out5 bwd_cuda(const Tensor& dout, const OptTensor& dlse, const Tensor& q, const 
     p.dlse = row_view_of(dlse_rows);
   }
   const KernelPlan plan = plan_fa2_bwd(p, smem_available());
-  check_fits(o, q, plan);
 
   std::optional<Result> dq, dk, dv;
   const Tensor delta = empty(lse.sizes(), lse.options());
@@ -208,10 +201,10 @@ Out5 bwd_cuda(const Tensor& dout, const OptTensor& dlse, const Tensor& q, const 
     p.dq_tiles_of_head = s.packed ? s.total_q / plan.block_m + s.batch
                                   : s.batch * ((s.seqlen_q + plan.block_m - 1) / plan.block_m);
     const int64_t tiles = s.heads * p.dq_tiles_of_head;
-    dq_accum = at::zeros({tiles, plan.block_m, plan.head_dim}, lse.options());
+    dq_accum = empty({tiles, plan.block_m, plan.head_dim}, lse.options());
     p.dq_accum = dq_accum.mutable_data_ptr();
     if (o.deterministic) {
-      dq_turns = at::zeros({1 + tiles}, q.options().dtype(at::kInt));
+      dq_turns = empty({1 + tiles}, q.options().dtype(at::kInt));
       p.dq_turns = dq_turns.mutable_data_ptr<int32_t>();
     }
   }
@@ -264,6 +257,22 @@ Out5 bwd_cuda(const Tensor& dout, const OptTensor& dlse, const Tensor& q, const 
 #endif
 
 }  // namespace
+
+#ifdef FLASH_WITH_CUDA
+int64_t cuda_smem_available(int64_t device) {
+  c10::cuda::OptionalCUDAGuard guard;
+  if (device >= 0) guard.set_index(static_cast<c10::DeviceIndex>(device));
+  int bytes = 0;
+  const auto error = static_cast<cudaError_t>(fa2_smem_available(&bytes));
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorUnsupportedPtxVersion || error == cudaErrorInvalidPtx) {
+    cudaGetLastError();  // it is answered: no later launch shall report it
+    return 0;
+  }
+  check_launch(error);
+  return bytes;
+}
+#endif
 
 TORCH_LIBRARY_IMPL(flash_cuda, CUDA, m) {
   m.impl("fwd", &fwd_cuda);

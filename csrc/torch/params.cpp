@@ -55,13 +55,18 @@ Tensor unit_stride(const Tensor& t, uint32_t bit, uint32_t& copies) {
 }
 
 Tensor empty_rows(const Tensor& t) {
-  Tensor out = at::empty_like(t);
-  return has_unit_stride(out) ? out : at::empty_like(t, at::MemoryFormat::Contiguous);
+  if (has_unit_stride(t)) {
+    Tensor out = at::empty_like(t);
+    if (has_unit_stride(out)) return out;
+  }
+  return at::empty_like(t, at::MemoryFormat::Contiguous);
 }
 
 TensorView view_of(const Tensor& t) {
-  if (t.dim() == 3) return {pointer(t), 0, t.stride(0), t.stride(1)};
-  return {pointer(t), t.stride(0), t.stride(1), t.stride(2)};
+  // A dimension of size 1 may have any stride. 0 keeps the addresses aligned that a tile forms beyond it.
+  const auto stride = [&](int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); };
+  if (t.dim() == 3) return {pointer(t), 0, stride(0), stride(1)};
+  return {pointer(t), stride(0), stride(1), stride(2)};
 }
 
 RowView row_view_of(const Tensor& t) {

@@ -20,7 +20,7 @@ DType dtype_code(at::ScalarType type);
 
 // t itself when its last dimension is contiguous, else a copy, which is noted in `copies`.
 Tensor unit_stride(const Tensor& t, uint32_t bit, uint32_t& copies);
-// An uninitialised tensor like t, in t's order of dimensions as long as that keeps the last one contiguous.
+// An uninitialised tensor like t, in t's order of dimensions if the last one is contiguous there, else contiguous.
 Tensor empty_rows(const Tensor& t);
 
 TensorView view_of(const Tensor& t);   // (batch, seqlen, heads, head_dim) or (total, heads, head_dim)

@@ -265,16 +265,31 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 // ---- the host's side
 
 using cudaStream_t = void*;
 enum cudaError_t : int { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
 inline cudaError_t cudaGetLastError() { return emulator::machine.error.empty() ? cudaSuccess : cudaErrorLaunchFailure; }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
+  *value = emulator::machine.shared_limit;
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = __CUDA_ARCH__ / 10;
   return cudaSuccess;
 }
 template <class Kernel>

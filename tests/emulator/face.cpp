@@ -14,6 +14,7 @@ void sizes(int64_t* bytes) {
 void plan(bool backward, const BwdParams* p, int smem_available, KernelPlan* plan) {
   *plan = backward ? plan_fa2_bwd(*p, smem_available) : plan_fa2_fwd(*p);
 }
+int smem_available(int* bytes) { return fa2_smem_available(bytes); }
 int forward(const FwdParams* p) { return launch_fa2_fwd(*p, nullptr); }
 int backward(const BwdParams* p, int smem_available) { return launch_fa2_bwd(*p, smem_available, nullptr); }
 int dropout_mask(uint8_t* keep, const int64_t* seed, double p, int64_t batch, int64_t heads, int64_t seqlen_q,
